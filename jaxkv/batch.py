@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Tokens to plan, made by `make_batch`: a flat list `[B]`, or rows `[R, T]`.
+    """Tokens for `init_batch`, as a flat list `[B]` or as rows `[R, T]`; see `make_batch`.
 
-    Arrays with concrete values are NumPy arrays.
+    A JAX array that is passed to `make_batch` stays one; other inputs become NumPy arrays.
 
     tokens: token ids; None if the batch has embeddings.
     embeddings: embedding of each token; None if the batch has token ids.
     sequences: sequence id of each token; the lowest id if a token has several ids.
-    positions: position of each token; None for the positions after the last token of each sequence.
+    positions: position of each token; None if each sequence continues after its last position.
     outputs: True for tokens that need logits; None selects the last token of each sequence.
     valid: False for padding.
     shared_with: further sequence ids of each token, padded with negative numbers; None if each
@@ -57,13 +57,12 @@ class Batch:
     def keep_sequences(self, fits: Flags) -> Batch:
         """Keep the tokens of some sequences, and mark all other tokens as padding.
 
-        `fits` has a bool for each of the Q sequences, True to keep the sequence, such as
-        `Plan.fits`. Shapes are unchanged. A token of several sequences stays valid if at least one
-        of its sequences is kept.
+        `fits` is a bool for each of the Q sequences, such as `Plan.fits`; True keeps the sequence.
+        A token of several sequences stays valid if at least one of its sequences is kept.
 
         Raises:
-          TypeError: If the flags are not bool.
-          ValueError: If a concrete sequence id of the batch has no flag.
+          TypeError: If `fits` is not bool.
+          ValueError: If a concrete sequence id of the batch has no entry in `fits`.
         """
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
@@ -132,10 +131,10 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return, for each of the last states of a row, how many tokens it includes.
+        """Return how many tokens of a row each of the last `count` states includes.
 
         For a row of n valid tokens and a static `count` of states, the result at index i is max(n -
-        count + 1 + i, 0). The count for `write_states` is E + 1. A result of 0 means the state
+        count + 1 + i, 0). For `write_states`, `count` is E + 1. A result of 0 means the state
         before the row, which `write_states` does not write. A `count` below 1 raises ValueError,
         and a `count` that is not an integer raises TypeError.
 
@@ -183,8 +182,8 @@ def make_batch(
           one more axis, `[B, n]` or `[R, T, n]`, padded with -1. The sequences must share all
           earlier tokens (else `Reason.DIVERGED`). Recurrent caches accept no shared tokens.
 
-      positions: int32 position of each token; default the positions after the last token of each
-        sequence.
+      positions: int32 position of each token; by default each sequence continues after its last
+        position.
       outputs: bool, True for tokens that need logits; default the last token of each sequence.
       valid: bool, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
@@ -193,7 +192,7 @@ def make_batch(
         additional inputs.
 
     Raises:
-      ValueError: If not exactly one of token ids and embeddings is given, or shapes do not match.
+      ValueError: If token ids and embeddings are both given or both missing, or shapes differ.
       ValueError: If a list of tokens is empty, or a concrete valid token id is negative.
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
@@ -209,7 +208,7 @@ def make_batch(
       >>> batch.tokens, batch.sequences
       (array([11, 12, 13, 21, 22], dtype=int32), array([0, 0, 0, 1, 1], dtype=int32))
 
-      A prompt shared by two sequences, stored once, and one more token of each sequence:
+      Two sequences share a prompt, which is stored once; each sequence has one more token:
 
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -349,7 +348,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Return a list with lists of ids as an array padded with -1; return other values unchanged."""
+    """Convert a list that contains lists of ids to an array padded with -1; keep other values."""
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -459,7 +458,7 @@ def expand_streams_to_rows(
 ) -> Shaped[Array, "R ..."]:
     """Return for each row the entry of its stream in `x`.
 
-    If `in_order`, each row r has the tokens of sequence r, and no communication is needed.
+    If `in_order`, row r has the tokens of sequence r, and devices need not communicate.
     """
     if not in_order:
         return x[row_stream]

@@ -1,6 +1,6 @@
 """`Cache`: an immutable value of a small table and large buffers.
 
-Edits are compiled as functions of the table, so an edit outside of `jit` copies no buffer.
+Edits that change only the table are compiled without buffers; outside of `jit` they copy no buffer.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
       hybrid cache, a tuple of the buffers of the parts.
-    written: while tracing, the last ubatch that wrote a layer, and the numbers of the layers that
-      it wrote. A second write of a layer raises. Not part of the pytree.
+    written: while tracing, the last ubatch whose keys were written, and the numbers of the layers
+      that the ubatch wrote. A second write of a layer raises. Not part of the pytree.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -76,7 +76,7 @@ class Cache(Partitioned):
 
     @property
     def nbytes(self) -> int:
-        """Size of table and buffers in bytes; also works for a cache of shapes.
+        """Size of table and buffers in bytes; also for a cache of shapes from `jax.eval_shape`.
 
         >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
         >>> jax.eval_shape(lambda: make_cache(spec, cells=4096)).nbytes // 2**20
@@ -132,11 +132,11 @@ class Cache(Partitioned):
         return _used(self.table)
 
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
-        """Return whether a sequence can continue at `pos` after `seq_rm` from `pos` on.
+        """Return whether a sequence can continue at `pos` once tokens from `pos` on are removed.
 
-        The result is True if `seq_rm(cache, seq, pos)` is possible, and `init_batch` then expects
+        The result is True if `seq_rm(cache, seq, pos)` is not refused and `init_batch` then expects
         the next token at `pos`. Gaps at earlier positions do not matter. Every sequence can
-        continue at position 0, and an empty sequence at any position.
+        continue at position 0. An empty sequence can continue at any position.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -240,8 +240,8 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
 def merge(table: CacheTable, buffers: PyTree) -> Cache:
     """Make a cache from a table and buffers: the inverse of the function `split`.
 
-    Values in the buffers of an attention cache must be finite. Raises a TypeError if `table` is not
-    a table, and a ValueError if table and buffers have different numbers of streams or cells.
+    The value buffers of an attention cache must be finite. Raises a TypeError if `table` is not a
+    table, and a ValueError if table and buffers have different numbers of streams or cells.
     """
     if not isinstance(table, CacheTable):
         raise TypeError(f"expected the table of a cache, got {type(table)}; pass cache.table")

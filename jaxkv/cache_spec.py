@@ -18,7 +18,7 @@ Ropes = Rope | NotGiven | tuple[Rope | NotGiven | None, ...] | None
 """One rope for all layers, or a tuple with one rope for each layer."""
 
 ValueDim = int | slice | ValueSlice
-"""Size of a value, or the slice of a key that is the value."""
+"""Size of a value, or the slice of the key that is used as the value."""
 
 State = jax.ShapeDtypeStruct | tuple[Sequence[int], jax.typing.DTypeLike]
 """Shape and dtype of a state."""
@@ -30,8 +30,8 @@ X = TypeVar("X")
 class CacheSpec:
     """Cache layout of a model. Frozen, hashable, without arrays.
 
-    The methods `attention`, `recurrent`, `cross_attention` and `hybrid` make specs. Two specs are
-    equal if their caches have equal layers. If layers differ, sizes are tuples by layer.
+    The methods `attention`, `recurrent`, `cross_attention` and `hybrid` make specs. Sizes or ropes
+    that differ between layers are tuples with one entry for each layer.
 
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
     layers: L, the number of layers; for a hybrid spec, one more than the highest layer number.
@@ -40,7 +40,7 @@ class CacheSpec:
     window: `Window` of all layers; None for no limit.
     rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
     states: name, shape and dtype of each state, ordered by name.
-    shard_dims: for each state that a mesh may split, its name, dimension and number of equal parts.
+    shard_dims: (name, dimension, number of equal parts) of each state that a mesh may split.
     parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
@@ -84,7 +84,7 @@ class CacheSpec:
         Raises:
           TypeError: If a count is not an integer, or a window or a rope has the wrong type.
           ValueError: If a count is below 1 or above 2**31 - 1.
-          ValueError: If sizes or ropes do not match the number of layers or each other.
+          ValueError: If a list does not have L entries, or a rope or a slice does not fit the keys.
 
         Examples:
           >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
@@ -142,11 +142,11 @@ class CacheSpec:
           layers: L, the number of layers.
           states: dict from the name of each state to its shape and dtype for one sequence in one
             layer: a `jax.ShapeDtypeStruct` or `(shape, dtype)`.
-          shard_dims: dict from a state's name to (dimension, number of equal parts) for a mesh to
-            split, such as (0, heads). Other states are replicated on the devices of a stream.
+          shard_dims: dict from state names to (dimension, number of equal parts), such as (0,
+            heads), for states that a mesh may split. A stream's devices replicate other states.
 
         Raises:
-          TypeError: If a count is not an integer, or `states` not a mapping to shapes and dtypes.
+          TypeError: If a count is not an integer, or `states` has the wrong type.
           ValueError: If there are no states, or a count is out of range.
           ValueError: If `shard_dims` contains an unknown state, a dimension that the state does not
             have, or a number of parts that does not divide the dimension.
@@ -212,7 +212,7 @@ class CacheSpec:
 
         Raises:
           TypeError: If a count is not an integer.
-          ValueError: If a count is out of range, or sizes do not match the number of layers.
+          ValueError: If a count is out of range, or a list of sizes does not have L entries.
 
         Examples:
           A decoder layer with self-attention as layer 0 and cross-attention as layer 1:
@@ -253,8 +253,8 @@ class CacheSpec:
           ValueError: If there are no parts, or a part does not have one distinct number for each
             layer.
           ValueError: If a layer is in several parts with keys, or in several parts with states.
-          ValueError: If there are several `cross_attention` parts, only a `cross_attention` part,
-            or a `cross_attention` part inside of a hybrid part.
+          ValueError: If there are several `cross_attention` parts, if the only part is one, or if a
+            hybrid part contains one.
 
         Examples:
           Layers 0, 1, 3 and 4 have a window of 4 positions; layers 2 and 5 have no window:

@@ -1,4 +1,4 @@
-"""Hybrid cache: several caches (parts) with equal sequences, each for some layers of a model.
+"""Hybrid cache: several caches (parts) of the same sequences; each part serves some layers.
 
 If a batch, an edit or a ubatch is not possible in one part, no part changes.
 """
@@ -83,7 +83,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy and end at equal positions, and these last positions."""
+    """Return whether all parts can copy and then have equal last positions; return these also."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -116,14 +116,14 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return the method of `_make_parts_method` for a `rule` that gets only the results."""
+    """Call `_make_parts_method` with a `rule` that takes only the results, not the table."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls a method of the part that supports a verb for a layer.
+    """Return a method that calls `method` of the part that supports `verb` for the layer.
 
-    If `writes`, the first results of the part are its table and buffers.
+    If `writes`, the first two results of the part are its next table and buffers.
     """
 
     def call(
@@ -264,7 +264,7 @@ class HybridTable(CacheTable):
         return any(part.is_batch for part in self.parts)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> HybridTable:
-        """Return the table with other sharding rules in all parts."""
+        """Return the table with the given sharding rules in all parts."""
         parts = tuple(part.with_sharding_rules(sharding_rules) for part in self.parts)
         return replace(self, parts=parts, sharding_rules=sharding_rules)
 
@@ -284,7 +284,7 @@ class HybridTable(CacheTable):
             part.check_buffers(arrays)
 
     def check_can_shift(self, buffers: tuple) -> None:
-        """Raise if the positions of a part cannot change."""
+        """Raise ValueError if an attention layer was made without the argument `rope`."""
         for part, arrays in zip(self.parts, buffers, strict=True):
             part.check_can_shift(arrays)
 
@@ -308,12 +308,12 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Compare last tokens in the first attention part, or else in the first part."""
+        """Compare last tokens in the first attention part; without one, in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Combine the status of all parts; also mark sequences whose last positions differ."""
+        """Combine the status of all parts; `missing` is also True if last positions differ."""
         found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
@@ -324,7 +324,7 @@ class HybridTable(CacheTable):
         )
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:
-        """Return a tuple with the slots of each part, and the highest `Reason` of each token."""
+        """Return the slots of each part, and the highest `Reason` number of each token."""
         slots, faults = [], []
         for part in self.parts:
             if self._is_planned_part(part):
@@ -371,7 +371,7 @@ class HybridTable(CacheTable):
         return bool(self._parts_serving(verb, layer))
 
     def max_rollback(self, layer: int) -> int:
-        """Return E, the number of earlier states, of the part that serves a layer."""
+        """Return E, the number of earlier states that a recurrent layer stores."""
         i, inner = self._part_serving("states", layer)
         return self.parts[i].max_rollback(inner)
 
@@ -398,7 +398,7 @@ class HybridTable(CacheTable):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EncoderHybridTable(HybridTable):
-    """Table for plans of encoder sources only; no cache has this table."""
+    """Hybrid table that only planners of encoder sources use; it is never stored in a cache."""
 
     of_sources: bool = field(default=True, metadata={"static": True})
 

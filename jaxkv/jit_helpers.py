@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a function of tables with `jax.jit`, which gets the `options`.
+    """Compile a function of tables; `options` are keyword arguments of `jax.jit`.
 
     On a mesh, output tables and the rows of output ubatches are split by stream; other outputs are
     replicated. The compiled function raises ValueError if an argument was donated, or if a table
@@ -62,7 +62,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
 
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a method of `CacheTable` with `jit_table`; subclasses may override the method."""
+    """Compile a method of `CacheTable`; a call uses the override of the table's class."""
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return getattr(table, method.__name__)(*args, **kwargs)
@@ -96,7 +96,7 @@ def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
 def replicate(table: CacheTable, answers: PyTree) -> PyTree:
     """Replicate arrays on the mesh of a table, so that every process can read the arrays.
 
-    Programs without output shardings must call this function, since XLA may split their outputs.
+    Compiled functions without output shardings must call `replicate`: XLA may split their outputs.
     """
     mesh = current_mesh(table.sharding_rules)
     if mesh is None:

@@ -50,7 +50,7 @@ def make_cache(
       cells: N, the number of cells of each stream. A batch that needs more cells than are free is
         refused (`init_batch`). With a window of width W, the default is (W + ubatch_size +
         max_rollback) * Q / S, rounded up for the placement. The default is enough for sequences of
-        any length; larger numbers are reduced to the default. Recurrent layers ignore `cells`.
+        any length; a larger number is reduced to the default. Recurrent layers ignore `cells`.
         Cross-attention layers have N cells for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
@@ -58,31 +58,31 @@ def make_cache(
         the cost of attention for a sequence does not depend on other sequences. With 1 < S < Q,
         such as one stream for each device, a copy between streams may be refused (`seq_cp`).
       dtype: dtype of keys and values: a floating dtype or int8. Recurrent states have the dtypes of
-        the spec. Dtypes of 8 bits are quantised, with a float32 scale for up to 128 numbers of a
-        head in a cell. Quantised keys with a head size of 64 take 0.27 times the bytes of float32.
+        the spec. Keys and values of 8 bits are quantised: in each cell, up to 128 numbers of a head
+        share a float32 scale. For D = 64, quantised keys take 0.27 times the bytes of float32 keys.
         Gradients with respect to quantised keys and values are zero; train with another dtype.
       ubatch_size: with a window, the largest ubatch that the default N is sized for. With the
         default N, `init_batch` raises ValueError for a larger ubatch.
       max_rollback: with a window, the number of last tokens that can always be removed with the
         default N; default 32. If `max_rollback` equals `cells`, N is not reduced, and any number of
-        tokens can be removed until a stream is full. With recurrent layers, E, the number of
-        earlier states to store, each as large as the current state; default 0.
-      placement: order in which a ubatch gets free cells of attention layers, without effect on
-        results.
+        tokens can be removed until a stream is full. With recurrent layers, `max_rollback` is E,
+        the number of earlier states to store, each as large as the current state; default 0.
+      placement: how free cells of attention layers are chosen, without effect on the results.
 
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells. A plan is refused if no free run is long
           enough (see `compact`).
-        - "striped:n" takes cells in rotation from n runs of N / n cells, up to 64 at a time. If n
-          devices split the cells, tokens are then spread evenly over the devices.
-        - "tiled" gives a sequence whole tiles of 64 cells while tiles are empty, then any cell. On
-          a CPU, one tiled stream is about as fast as one stream for each sequence. N must be a
-          multiple of 64, or below 256.
+        - "striped:n" divides a stream into n runs of N / n cells, and takes cells from one run
+          after the other, up to 64 at a time. If n devices split the cells, tokens are then spread
+          evenly over the devices.
+        - "tiled" gives a sequence whole empty tiles of 64 cells; without empty tiles, any free
+          cells. On a CPU, one tiled stream is about as fast as one stream for each sequence. N must
+          be a multiple of 64, or below 256.
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
         values. All layers must have equal sizes. The cache can be the carry of a `jax.lax.scan`
         over layers, which compiles only one layer: `attend`, `write_kv` and `read_kv` accept a
-        traced int32 layer number. With a number out of range, they write nothing and return NaN.
+        traced int32 layer number. Calls with a number out of range write nothing and return NaN.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
@@ -106,8 +106,8 @@ def make_cache(
       ValueError: If `cells` is missing for attention layers without a window, a stream has 2**30
         cells or more, or a layer has 2**60 numbers or more.
       ValueError: If the placement is unknown, or N does not fit the placement.
-      ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN. Values that are
-        slices of the keys also exclude dtypes of 8 bits.
+      ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
+      ValueError: If the dtype has 8 bits and values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells, an axis of

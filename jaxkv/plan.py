@@ -109,7 +109,7 @@ class Reason(IntEnum):
 
 
 class PlanRefusedError(RuntimeError):
-    """Error for a refused plan, or for a snapshot that does not fit. The cache is unchanged."""
+    """Error for a refused plan, or a snapshot without enough free cells. The cache is unchanged."""
 
 
 @jax.tree_util.register_dataclass
@@ -122,9 +122,9 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
-    fits: True for each sequence of a set that fits into the cache, chosen by fewest tokens.
-    expected, actual: for each refused sequence, the required and the found position or number of
-      free cells.
+    fits: True for sequences that fit into the cache together, chosen by fewest new tokens.
+    expected, actual: for each refused sequence, the required and the actual position, or the
+      required and the actual number of free cells.
 
     llama.cpp: `llama_memory_context_i`.
     """
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The only ubatch of a plan, such as of `plan_step`; several ubatches raise ValueError."""
+        """The only ubatch of the plan, as from `plan_step`; several ubatches raise ValueError."""
         if len(self.ubatches) != 1:
             raise ValueError(
                 f"expected a plan of one ubatch, got {len(self.ubatches)}; take each of "
@@ -193,7 +193,7 @@ class Plan:
             )
         if not is_concrete(order):
             return take_rows(logits, jnp.argsort(jnp.concatenate(order), stable=True))
-        # Leaving out ubatches without outputs means that few shapes are concatenated.
+        # Without the ubatches that have no outputs, fewer different shapes are concatenated.
         pairs = list(zip(map(np.asarray, order), logits, strict=True))
         some = [pair for pair in pairs if np.any(pair[0] != NO_SLOT)] or pairs[:1]
         order = np.concatenate([index for index, _ in some])

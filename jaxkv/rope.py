@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Rope:
     """Rotary position embedding. Hashable, without arrays.
 
-    frequencies: angle of each pair of numbers in radians per position. Further numbers of a head
-      are not rotated.
+    frequencies: angle of each pair of numbers in radians per position. The numbers of a head after
+      the last pair are not rotated.
     interleaved: If True, pairs are (0, 1), (2, 3) and so on. If False, the n pairs are (0, n), (1,
       n + 1) and so on, as in Hugging Face models.
     attention_factor: factor by which rotated queries and keys are multiplied (YaRN).
@@ -186,7 +186,7 @@ class Rope:
           beta_slow: number of turns below which a frequency is divided by the factor.
           attention_factor: factor of rotated queries and keys. The default is 1 if `factor` is at
             most 1, else 0.1 ln(`factor`) + 1.
-          truncate: If True, the limits are rounded to whole pairs; False for gpt-oss.
+          truncate: If True, pair indices of the two limits are rounded outward; False for gpt-oss.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -219,7 +219,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class NotGiven:
-    """Rope of a cache that was made without the argument `rope`, so that keys cannot be shifted."""
+    """Rope of a cache that was made without the argument `rope`. Its keys cannot be shifted."""
 
 
 NOT_GIVEN = NotGiven()
@@ -248,9 +248,9 @@ def _angles(
 ) -> Float[Array, "*n pairs"]:
     """Return the angle of each pair in float32, with full turns removed.
 
-    A float32 product of position and frequency has an error of position * 2**-24. The turn per
-    position is therefore a 64-bit integer. The int32 product of position and upper 32 bits wraps
-    around at full turns, and the product with the lower 32 bits is at most half a turn.
+    A float32 product of position and frequency has an error of position * 2**-24. Frequencies are
+    therefore 64-bit integers, in units of 2**-64 turns. The int32 product of position and upper 32
+    bits wraps around at full turns. The product with the lower 32 bits is at most half a turn.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

@@ -25,7 +25,7 @@ class TableSpec:
     sequences, streams: Q and S; sequence q is in stream q // sequences_per_stream.
     single_sequence_rows: True if each row of a ubatch has tokens of only one sequence.
     ubatch_size: largest ubatch that the cache was sized for; None for any size.
-    max_rollback: number of last tokens that can always be removed, E if recurrent; None for any.
+    max_rollback: E, the number of earlier states of recurrent layers; None without such layers.
     details: further (name, value) pairs that a plan depends on.
     parts: specs of the tables of all parts of a hybrid cache.
     """
@@ -70,7 +70,7 @@ class TableSpec:
         )
 
     def sequence_id(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
-        """Return one sequence id as int32; raise for a list of ids, and like `sequence_ids`."""
+        """Return one sequence id as int32; raise for a list, or if `sequence_ids` would raise."""
         sequence = self.sequence_ids(value, lowest=lowest)
         if np.ndim(sequence):
             raise ValueError(
@@ -80,7 +80,7 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return True if S is 1, or if all concrete `ids` are in the streams of their `others`."""
+    """Return True if S is 1, or if each concrete id is in the stream of its entry in `others`."""
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
@@ -135,7 +135,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
 
 
 def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
-    """Raise a ValueError that names an object if the object's spec is not the expected one."""
+    """Raise a ValueError with the `name` of an object if its spec is not the expected one."""
     if spec == expected_spec:
         return
     expected, actual = _flat_fields(expected_spec), _flat_fields(spec)

@@ -47,7 +47,7 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    together: As `fits`; with contiguous placement, as if only the longest free run were free.
+    together: As `fits`, but contiguous placement counts only the cells of the longest free run.
     num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
@@ -137,11 +137,11 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> Self:
-        """Return the table with other sharding rules."""
+        """Return the table with the given sharding rules."""
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table and of the buffers, if not None."""
+        """Return a `PartitionSpec` for each array of the table, and of the buffers unless None."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
@@ -166,7 +166,7 @@ class CacheTable(Partitioned):
         """Raise if table and buffers have different numbers of streams or cells."""
 
     def check_can_shift(self, buffers: PyTree) -> None:
-        """Raise if positions cannot change in a cache with these buffers."""
+        """Raise ValueError if an attention layer was made without the argument `rope`."""
         del buffers
 
     @abstractmethod
@@ -189,7 +189,7 @@ class CacheTable(Partitioned):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Return the `content` hash of each sequence's last token, and whether it is as given."""
+        """Return the hash of each sequence's last token, and whether it is equal to `contents`."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:
         """Return which sequences have a token, an evicted token, or an encoder source."""
@@ -214,7 +214,7 @@ class CacheTable(Partitioned):
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the same cells as its partner.
 
-        A partner is an index in the stream. Caches with recurrent states raise TypeError.
+        `partner` has the index of each partner in the stream. Recurrent caches raise TypeError.
         """
         del partner
         raise TypeError(
@@ -238,7 +238,7 @@ class CacheTable(Partitioned):
         """Return which streams have enough cells for sequences of the given `lengths`.
 
         A length is the largest number of tokens of a sequence; at most `at_once` tokens of a stream
-        are computed at once. With contiguous placement, a defrag may be necessary. Runs on the CPU.
+        are computed at once. With contiguous placement, the sequences may fit only after a defrag.
         """
 
     @abstractmethod
@@ -249,7 +249,7 @@ class CacheTable(Partitioned):
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
         """Return the slots of a part for a ubatch that stores its tokens only in other parts.
 
-        With None, the default, the part raises for the ubatch.
+        If the result is None, as by default, layers of the part raise for the ubatch.
         """
         del ubatch
 
@@ -301,7 +301,7 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether `seq_cp` is possible, and the last position of each target after it."""
+        """Return whether `seq_cp` is possible, and each target's last position after the copy."""
 
     @abstractmethod
     @assignable
@@ -341,8 +341,8 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, Bool[Array, ""]]:
         """Add `delta` to the positions of a range of a sequence; return the table and a flag.
 
-        If `gap` is not None, the range `[gap, start)` has no present or evicted token of the
-        sequence.
+        If `gap` is not None, the caller ensures that the sequence has no token at positions
+        `[gap, start)`, not even an evicted token.
         """
 
     @abstractmethod
@@ -383,7 +383,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with the hashes of this table, and whether its cells are unchanged."""
+        """Return `old` with this table's hashes, and whether the cells of `old` are unchanged."""
 
     @abstractmethod
     @assignable
@@ -391,7 +391,7 @@ class CacheTable(Partitioned):
         """Return the number of violations of each invariant, by name."""
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a layer supports the verb "attend" or "states"."""
+        """Return whether a layer supports `verb`: "attend" for keys and values, or "states"."""
         del verb, layer
         return False
 
@@ -441,7 +441,7 @@ class CacheTable(Partitioned):
     def read_states(
         self, buffers: PyTree, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return the state before the first token of each row, by name."""
+        """Return the states before the first token of each row, by name."""
         del buffers, layer, ubatch
         raise TypeError(
             f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "

@@ -20,8 +20,8 @@ Rule = Literal["sliding", "chunked", "symmetric"]
 class Window:
     """Range of positions that a token attends to. Hashable. Example: `Window.sliding(128)`.
 
-    width: W, at least 1. A token attends to at most W positions, the last of which is its own. With
-      a symmetric window, a token attends to W // 2 positions on each side.
+    width: W, at least 1. If the window is symmetric, a token attends to its own position and W // 2
+      positions on each side. Otherwise a token attends to at most W positions up to its own.
     rule: "sliding", "chunked" or "symmetric".
     """
 
@@ -82,7 +82,7 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return the number of cells that `sharing` sequences of any length need with a window.
+    """Return how many cells a stream of `sharing` sequences of any length needs with a window.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216

@@ -24,8 +24,8 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     """Commit a ubatch, or the plan of an update or a defrag, to a cache.
 
     A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
-    an update (`init_update`) or of a defrag (`defrag_plan`) changes both. A plan that was refused
-    or is stale leaves the cache unchanged (`Cache.is_current`).
+    an update (`init_update`) or of a defrag (`defrag_plan`) changes table and buffers. A plan that
+    was refused or is stale leaves the cache unchanged (`Cache.is_current`).
 
     Args:
       cache: any cache.
@@ -36,8 +36,8 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     Raises:
       TypeError: If `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
-      ValueError: If the plan was made for a cache of another kind, window, placement or
-        `ubatch_size`, or of other numbers of cells, sequences or streams. Heads and dtypes may
+      ValueError: If the plan was made for a cache of another kind, or with another window,
+        placement, `ubatch_size` or number of cells, sequences or streams. Heads and dtypes may
         differ.
       ValueError: If an update or a defrag needs buffers that were donated.
 
@@ -66,7 +66,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     - The plan of an update becomes stale when the keys to rotate, or their angles, change.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
-    The plan of an update or a defrag covers all streams, and all parts of a hybrid cache. The
+    The plan of an update or a defrag is for all streams, and for all parts of a hybrid cache. The
     accepted plans and the errors are those of `apply`.
 
     Examples:

@@ -17,7 +17,7 @@ OPTIONS = ("scale", "softcap", "sinks")
 """Options of `attend` that a model may pass to its attention function."""
 NO_EFFECT = ("mask", "is_causal", "deterministic", "broadcast_dropout", "dropout_rng", "dtype")
 NO_EFFECT += ("precision", "module", "implementation")
-"""Options of `flax` and `jax.nn` that are ignored: the cache has the mask, and dropout is off."""
+"""Ignored options of `flax` and `jax.nn`: the mask is that of the cache, and dropout is off."""
 
 
 class AttentionLayers:
@@ -29,15 +29,15 @@ class AttentionLayers:
     apply its rope to queries and keys. The mask of the model is ignored, since a token attends to
     the visible cells of its sequences.
 
-    Inside of `jax.checkpoint` or a scan, use `attend` in place of the function.
+    Inside of `jax.checkpoint` or a scan, call `attend` in place of the object.
 
     Args:
       cache: a cache to which the ubatch was applied.
       ubatch: the tokens to compute.
 
     Raises:
-      TypeError: If `cache` or `ubatch` has the wrong type, or the model passes an option that is
-        neither `scale`, `softcap` or `sinks` nor an option of flax or `jax.nn`.
+      TypeError: If `cache` or `ubatch` has the wrong type, or the model passes an option other than
+        `scale`, `softcap`, `sinks`, and the options of flax and `jax.nn`.
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
       ValueError: If the property `cache` is read before all layers were called.

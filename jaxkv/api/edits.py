@@ -1,7 +1,7 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-All ranges of positions are as in `seq_rm`. An edit makes earlier ubatches for the edited streams
-stale.
+All ranges of positions are as in `seq_rm`. A ubatch that was planned before an edit of one of its
+streams is stale after the edit.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     """Remove a range of positions from one sequence, from several, or from all.
 
     A cell is free when no sequence owns the cell. A whole sequence can always be removed. An
-    encoder source is removed only with the range from 0 to the end. A refused edit leaves the cache
-    unchanged, and `ok` is False. The removal of only some tokens of a sequence is refused:
+    encoder source is removed only if the range is from 0 to the end. A refused edit leaves the
+    cache unchanged, and `ok` is False. Removing only some tokens is refused in these cases:
 
     - With a window, if the next token would attend to an evicted cell.
     - With recurrent states, if tokens follow the range, or if no state is stored at the position
       before the range.
-    - With a hybrid cache, if one part refuses, or if the parts would end at different positions.
+    - With a hybrid cache, if a part refuses, or if last positions would differ between parts.
 
     Args:
       cache: any cache.
       seq: a sequence id, or a list of sequence ids. None or -1 means every sequence. A traced id
         out of range has no effect, and `ok` is True.
       p0: first position to remove; -1 means 0.
-      p1: one past the last position to remove; None or -1 means no end, and 0 an empty range. A
-        traced bound below -1 leaves the cache unchanged, and `ok` is False.
+      p1: one past the last position to remove; None or -1 means no end, and 0 means an empty range.
+        If a traced `p0` or `p1` is below -1, the cache is unchanged, and `ok` is False.
 
     Returns:
       The next cache, and the flag `ok` for each range. Several ranges are removed in order.
@@ -105,10 +105,10 @@ def seq_cp(
     """Copy a range of one sequence to other sequences, for example to fork a chat.
 
     Within a stream, the copy shares the cells of the range and copies no buffer. A target keeps its
-    old tokens, so first remove those at positions of the range (`seq_rm`). A copy to another stream
-    copies keys and values, and replaces all old tokens of the target. Several targets in one stream
-    share one copy. Recurrent states and the encoder source of a target are replaced, unless the
-    range is empty. Repeating a copy has no effect.
+    old tokens: first remove its tokens in the range (`seq_rm`). A copy to another stream copies
+    keys and values, and replaces all old tokens of the target. Several targets in one stream share
+    one copy. Recurrent states and the encoder source of a target are replaced, unless the range is
+    empty. Repeating a copy has no effect.
 
     - `ok` is False if the stream of a target has too few free cells (only if 1 < S < Q).
     - `ok` is False if no recurrent state is stored at the end of the range.
@@ -116,8 +116,8 @@ def seq_cp(
 
     Args:
       cache: any cache.
-      src: id of the sequence to copy. A traced id out of range, also in `dst`, has no effect.
-      dst: sequence id of the target, or a list of such ids.
+      src: id of the sequence to copy.
+      dst: sequence id of the target, or a list of ids. Traced ids out of range have no effect.
       p0: first position to copy; -1 means 0. A traced bound below -1 sets `ok` to False.
       p1: one past the last position to copy; None or -1 means no end.
       donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
@@ -159,9 +159,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     """Replace each sequence by a copy of its parent, as in a step of beam search.
 
     All copies are made from the input cache. Within a stream, only the table changes. A copy from
-    another stream copies keys and values. If 1 < S < Q, such a copy needs free cells; cells of
-    replaced sequences count as free unless a parent or an unchanged sequence owns them. If a stream
-    has too few of these cells, the flag `ok` is False, and the cache is unchanged.
+    another stream copies keys and values. If 1 < S < Q, a copy from another stream needs free
+    cells. Cells of replaced sequences count as free unless a parent or an unchanged sequence owns
+    them. If a stream has too few cells, the flag `ok` is False, and the cache is unchanged.
 
     Args:
       cache: any cache.
@@ -231,8 +231,8 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     returns whether they would stay unique in each sequence.
 
     If `ok` is False, the cache is unchanged. `ok` is False if a position would reach 2**31 - 1, if
-    the next token of a sequence would attend to an evicted cell, or if the parts of a hybrid cache
-    would end at different positions. With recurrent states, `ok` is also False if the range has
+    the next token of a sequence would attend to an evicted cell, or if the last positions of the
+    parts of a hybrid cache would differ. With recurrent states, `ok` is also False if the range has
     tokens and `p0 + delta` is negative.
 
     Args:
@@ -282,7 +282,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     removes the states in the range, except the current state.
 
     `ok` is False if a traced divisor is below 1, the next token of a sequence would attend to an
-    evicted cell, or the parts of a hybrid cache would end at different positions.
+    evicted cell, or the last positions of the parts of a hybrid cache would differ.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
@@ -305,7 +305,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       position 0  0  1  1
       shift    0 -1 -1 -2
 
-    llama.cpp: `llama_memory_seq_div`. The drawn shift is the new position minus the old position.
+    In the drawing, `shift` is the new position minus the old. llama.cpp: `llama_memory_seq_div`.
     """
     if is_concrete(divisor):
         check_count(divisor, "divisor")
@@ -321,7 +321,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
 
 def clear(cache: Cache) -> Cache:
-    """Remove all sequences, with their sources and states. The buffers are not changed.
+    """Remove all sequences, their encoder sources and their states. The buffers are not changed.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)

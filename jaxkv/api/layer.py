@@ -47,12 +47,12 @@ def attend(
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
-      layer: number of the layer, 0 to L - 1, static; may be traced if the cache is stacked.
+      layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
       ubatch: the tokens to compute. Keys and values of padding and of a refused plan are not
         written.
       q: queries, already rotated by the rope of the layer.
-      k: keys, already rotated by the rope of the layer. If `k` and `v` are None, no key is written,
-        as for a layer that uses the keys of another layer.
+      k: keys, already rotated by the rope of the layer. If `k` and `v` are None, nothing is
+        written, and the tokens attend to the keys that are already in the layer.
       v: values. None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
@@ -83,10 +83,10 @@ def attend(
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
       - A token that attends to a non-finite key or value gets NaN in the query heads that read this
         key; other outputs are unaffected.
-      - If the ubatch is stale or not applied, rows of the affected streams are NaN and not written.
-      - If the layer was not written for this or an earlier ubatch of a stream, all output rows of
-        the stream are NaN, until `rewind` restores a table from before the unwritten ubatch, or all
-        tokens of the stream are removed.
+      - If the ubatch is stale or not applied, affected streams are not written; their rows are NaN.
+      - If a ubatch of a stream did not write the layer, all output rows of the stream are NaN, for
+        this ubatch and for later ones. To recover, `rewind` to a table from before the ubatch, or
+        remove all tokens of the stream.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
@@ -96,15 +96,15 @@ def attend(
         were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
-      ValueError: If `visible_until` and `causal=False` are combined, or either with shared tokens.
-      ValueError: If a ubatch of encoder sources is passed to a self-attention layer, or `k`, `v` or
-        `visible_until` with any other ubatch to a cross-attention layer.
+      ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
+      ValueError: If a ubatch of encoder sources is passed to a self-attention layer.
+      ValueError: If decoder tokens pass `k`, `v` or `visible_until` to a cross-attention layer.
       TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
       TypeError: If `q`, `k`, `v`, `sinks` or a bias array is not an array of floats, or
         `visible_until` is not of integers.
       TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given, or `v` if values are slices of keys.
+      TypeError: If only one of `k` and `v` is given, or `v` although values are slices of the keys.
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 
@@ -120,7 +120,7 @@ def attend(
       >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
       Array([nan, nan], dtype=float32)
 
-      A bias that falls by log 3 per position:
+      A bias that falls by log 3 for each position of distance:
 
       >>> nearer = lambda query, key, head: (key - query) * math.log(3.0)
       >>> attend(after, 0, ubatch, q, bias=nearer)[1][0, :, 0, 0]
@@ -184,10 +184,10 @@ def read_kv(
 ) -> KVView:
     """Return keys, values and mask of a layer for the tokens of a ubatch.
 
-    Keys and values of all cells of a stream are returned. The rows of a stream are one list of
-    tokens if S is 1 or the ubatch has a row for each sequence; otherwise each row is a list.
-    Reshape queries and positions to `[P, T, ...]`; P and T are the first two sizes of the mask. The
-    arguments and errors of `read_kv` are those of `attend`.
+    Keys and values of all cells of a stream are returned. If S is 1 or the ubatch has a row for
+    each sequence, all rows of a stream form one list of tokens; otherwise each row is a list.
+    Reshape queries and their positions to `[P, T, ...]`; P and T are the first two sizes of the
+    mask. The arguments and errors of `read_kv` are those of `attend`.
 
     Returns:
       Keys, values, mask and positions of the cells, see `KVView`.
@@ -197,9 +197,9 @@ def read_kv(
       - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
         product or a sum. For derivatives, first replace such keys by zeros.
       - The mask is False for padding and for a refused plan, unless the ubatch is stale.
-      - If a ubatch is stale for the stream of a list or not applied, the mask of the list is True
-        and the keys are NaN. All keys are also NaN if the layer was not written, or if a token of
-        the list attends to later tokens that are not written (`causal=False`, `visible_until`).
+      - If the ubatch is not applied, or is stale for the stream of a list, the mask of the list is
+        True and the keys are NaN. The keys are also NaN if the layer was not written, or if a token
+        of the list attends to unwritten later tokens (`causal=False`, `visible_until`).
 
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:
@@ -299,7 +299,7 @@ def write_states(
 
 
 def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
-    """Note in the cache that a ubatch wrote a layer; while tracing, raise at a second write."""
+    """Record in the cache that a ubatch wrote a layer; while tracing, raise at a second write."""
     if not isinstance(layer, int) or not is_traced(cache.table):
         return cache
     last, layers = cache.written or (None, frozenset())

@@ -52,13 +52,13 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     Args:
       cache: any cache.
       max_moves: largest number of runs of neighbouring cells to move in each stream; None means no
-        limit. With tiled placement, the last tile is moved completely, even beyond the limit. For
-        every `max_moves`, repeated calls end in the same order of cells.
+        limit. With tiled placement, the last tile is moved completely, even beyond the limit. The
+        final order of cells, after repeated plans, is the same for every `max_moves`.
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
       the number of cells to move. For attention, the fields `source`, `destination` and `length`,
-      `[S, M]` int32, describe the runs to move, the last run first; unused entries have length 0.
+      `[S, n]` int32, describe the runs to move, the last run first; unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -139,21 +139,21 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: restore an earlier table, with the buffers of a later cache.
 
-    The flag `ok` is False if a ubatch, a copy between streams, a defrag or an update overwrote or
-    rotated a cell of the earlier table. If `ok` is False, the later cache is returned. Plans that
-    were made after the earlier table are stale.
+    The flag `ok` is False if a ubatch, a copy between streams, a defrag or an update overwrote a
+    cell of the earlier table or rotated its key. If `ok` is False, the later cache is returned.
+    After `rewind`, plans that were made for later tables are stale.
 
     Cells are compared by the hashes of their tokens. A cell that was rewritten with the same tokens
     counts as unchanged, even if the model parameters differ.
 
     Args:
       cache: the later cache.
-      to: table of the earlier cache, which must not be donated: steps in between may donate only
-        the buffers.
+      to: table of the earlier cache. The arrays of the table must not be donated; steps in between
+        may donate the buffers.
 
     Raises:
       TypeError: If `to` is not a table.
-      ValueError: If the earlier table is of a cache with another spec.
+      ValueError: If the earlier table has another `TableSpec`, such as another number of cells.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

@@ -1,6 +1,7 @@
 """Checks of a batch before slots are chosen. A member is a pair of a token and its sequence.
 
-The number of members M is B, or B * n if a token may have n sequences. `ids` has Q if absent.
+M, the number of members, is B, or B * n if tokens have up to n sequences. Arguments `ids` are the
+sequences of members, Q for padding; arguments `ranks` are results of `layout.rank_in_sequence`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """Set missing positions (after the last ones) and outputs (the last token of each sequence)."""
+    """Fill in absent positions (those after the last ones) and outputs (last tokens)."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -124,7 +125,7 @@ def _find_faults(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the `Reason`, expected position and actual position of each sequence's first fault.
 
-    For DIVERGED, the id of the token's first sequence is in place of the expected position.
+    For DIVERGED, the id of the token's first sequence replaces the expected position.
     """
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
@@ -248,7 +249,7 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest sequence that shares tokens with each sequence, and its required cells."""
+    """Return the root of each sequence (the lowest that shares its tokens), and cells of roots."""
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
     count = fits.shape[0]

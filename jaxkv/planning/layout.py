@@ -1,6 +1,6 @@
 """Layout of a batch in ubatches: index arrays `[R, T]` of batch indices, NO_SLOT for padding.
 
-Tokens of a sequence stay in order. A token of several sequences counts for the lowest of them.
+Tokens of a sequence stay in order. A shared token is placed with the lowest of its sequences.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _lay_out_known_batch(
 
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
-    """Return whether all cuts need the same cells: no evictions between ubatches, no free runs."""
+    """Return False if evictions or contiguous placement make the needed cells depend on the cut."""
     details = dict(spec.details)
     evicts = details.get("window") is not None and spec.ubatch_size is None
     contiguous = details.get("placement") == "contiguous"
@@ -209,7 +209,7 @@ def rank_in_sequence(
 
 
 def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the index of the token that precedes each token, `[B]` int32; -1 for a first token.
+    """Return the index of the token that precedes each token in its lowest sequence; -1 for none.
 
     >>> preceding_tokens(np.array([2, 0, 0, 1]), np.array([[-1], [1], [-1], [-1]]))
     array([-1, -1,  1,  1], dtype=int32)
@@ -268,7 +268,7 @@ def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
 
 
 def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
-    """Cut a batch into ubatches of one row with tokens of one sequence (llama.cpp: `split_seq`).
+    """Cut a batch into ubatches of one row and one sequence each (llama.cpp: `split_seq`).
 
     >>> ids = np.array([0, 1, 0, 1, 1])
     >>> [part[part != NO_SLOT].tolist() for part in sequence_split(ids, 2)]
@@ -287,9 +287,9 @@ def equal_split(
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
     A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Rows are as
-    long as the shortest sequence and `ubatch_size` allow. `after` has the index of the token that
-    precedes each token, `[B]` int32, -1 for a first token. A sequence waits if its next token
-    follows a token that is neither in this ubatch nor in an earlier one. llama.cpp: `split_equal`.
+    long as the shortest sequence and `ubatch_size` allow. `after` is from `preceding_tokens`. A
+    sequence waits for a later ubatch if the token before its next token is neither in this ubatch
+    nor in an earlier one. llama.cpp: `split_equal`.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]
@@ -321,7 +321,7 @@ def equal_split(
 
 
 def _num_tokens_from_each(taking: list[np.ndarray], ubatch_size: int) -> int:
-    """Return the number of tokens in each row, from the remaining token indices of sequences."""
+    """Return the row length of a ubatch; `taking` has each sequence's remaining token indices."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 
 
@@ -332,13 +332,13 @@ def _indices_by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
 
 
 def _pad_rows_to_longest(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
-    """Pad rows, `[n]` int32 each, to `ubatch_size` or a smaller power of two; `[R, T]`."""
+    """Pad rows to the longest, rounded up to a power of two, at most `ubatch_size`; `[R, T]`."""
     longest = min(next_power_of_two(max(map(len, rows))), ubatch_size)
     return np.stack([np.pad(x, (0, longest - len(x)), constant_values=NO_SLOT) for x in rows])
 
 
 def _pad_row_lengths(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
-    """Pad rows of equal length, `[n]` int32 each, to a power of two or `ubatch_size`; `[R, T]`."""
+    """Pad rows of equal length to the next power of two, at most `ubatch_size`; `[R, T]`."""
     length = len(rows[0])
     part = np.full((len(rows), min(next_power_of_two(length), ubatch_size)), NO_SLOT, np.int32)
     part[:, :length] = rows

@@ -35,7 +35,7 @@ def plan_single_ubatch(
     *,
     outputs: int,
 ) -> Plan:
-    """Plan a flat batch that is one ubatch, for the table of any cache; for `ranks` see `checks`.
+    """Plan a flat batch as one ubatch; `ranks` is the result of `layout.rank_in_sequence`.
 
     `index` has the batch index of each token, NO_SLOT for padding. `more` is True for sequences
     that continue in a later ubatch.
@@ -78,7 +78,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
     """Return the finished plan, without its ubatches."""
     reason, late = builder.late, builder.late != builder.reason
     ok = jnp.all(reason == Reason.OK)
-    # Without the refused sequences, these have enough cells, but perhaps no long enough free run.
+    # Without the refused sequences, the others have enough cells, but perhaps in too short runs.
     is_fragmented = ~ok & (reason == Reason.OK) & ~builder.together
     reason = jnp.where(is_fragmented, Reason.FRAGMENTED, reason)
     return Plan(
@@ -94,7 +94,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Return rows ordered by sequence, and which sequences do not have one row of their own."""
+    """Return rows ordered by sequence, and which sequences share a row or have several rows."""
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:
@@ -167,7 +167,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
-    """Return a stream hash for each row: the sum of the hashes of the parts of a hybrid cache."""
+    """Return the stream hash of each row; for a hybrid cache, the sum of the parts' hashes."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]
@@ -177,7 +177,7 @@ def _hash_row_contexts(
 def _select_outputs(
     part: Batch, index: Int32[Array, "R T"], outputs: int
 ) -> tuple[Int32[Array, " O"], Int32[Array, " O"]]:
-    """Return the indices of tokens that output logits: in the ubatch, and in the batch; `[O]`."""
+    """Return indices `[O]` of the output tokens in the ubatch, and their indices in the batch."""
     order = jnp.where(part.outputs & part.valid, index, NO_SLOT).reshape(-1)
     tokens = order.shape[0]
     if outputs >= tokens:  # every token may be an output: no selection is needed

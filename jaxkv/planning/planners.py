@@ -49,9 +49,9 @@ def init_batch(
 ) -> Plan:
     """Plan slots for the tokens of a batch. The cache is unchanged, and only its table is read.
 
-    Each sequence must continue one past its last position, without gaps, duplicates or decreasing
-    positions; an empty sequence may start at any position. The plan is refused if a sequence has
-    other positions, or a token gets no slot, as in a full cache.
+    The new positions of a sequence must be its last position + 1, + 2 and so on; an empty sequence
+    may start at any position. The plan is refused for other positions, for too few free cells, and
+    for the other causes in `Reason`.
 
     Args:
       cache: any cache.
@@ -62,12 +62,12 @@ def init_batch(
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" if rows
         may contain tokens of several sequences. Otherwise the default is "equal", or one ubatch
-        with a padded row for each sequence if this needs little padding and the same cells.
+        with a padded row for each sequence if this needs little padding and no additional cells.
       encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads.
         The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch is
         one ubatch of any length, with a row for each sequence and positions from 0; a traced batch
-        keeps its rows. After `apply`, `write_kv` writes the keys and values of each layer of
-        `CacheSpec.cross_attention`, as `encode` does.
+        keeps its rows. After `apply`, write the keys and values of each cross-attention layer with
+        `write_kv`. The function `encode` plans, applies and calls an encoder that writes.
 
     Returns:
       A `Plan`. If the plan is refused, `plan.ok` is False, and `plan.check()` raises.
@@ -79,8 +79,8 @@ def init_batch(
       ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
         requires a row for each sequence.
       ValueError: If `ubatch_size` exceeds the `ubatch_size` of the cache, or `split_by` is unknown.
-      ValueError: If a source has positions, or a token of a source or of a recurrent cache belongs
-        to several sequences.
+      ValueError: If `encoder` is True and the batch has positions.
+      ValueError: If a token of a source or of a recurrent cache belongs to several sequences.
 
     Examples:
       The batch does not fit into four cells, but the shorter prompt does:
@@ -174,7 +174,7 @@ def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> l
 
 
 def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
-    """Return `ubatch_size`, or the default; raise if it exceeds the cache's `ubatch_size`."""
+    """Return `ubatch_size` or its default; raise if greater than the cache's `ubatch_size`."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -208,9 +208,9 @@ def plan_step(
 
     Returns:
       A plan of one ubatch, `plan.ubatch`. The outputs of the ubatch are all tokens, in the order of
-      the argument `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok`
-      False has no effect. The array `reason` has a `Reason` for each sequence id of the cache: OK
-      for a sequence that would fit, else the cause, such as OUT_OF_CELLS or NEGATIVE_TOKEN.
+      the argument `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. If `ok` is False,
+      the plan has no effect. The array `reason` has a `Reason` for each sequence id of the cache:
+      OK for a sequence that would fit, else the cause, such as OUT_OF_CELLS or NEGATIVE_TOKEN.
 
     Raises:
       TypeError: If tokens or ids are not integers, or `active` is not bool (or concrete 0 and 1).
@@ -223,7 +223,7 @@ def plan_step(
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
 
-      Of three cells, the token of sequence 0 needs one; three tokens of sequence 1 then do not fit:
+      Of three cells, sequence 0 gets one for its token; the tokens of sequence 1 then do not fit:
 
       >>> tokens, active = [[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]]
       >>> plan = plan_step(cache, tokens, sequences=[1, 0], active=active)
@@ -298,7 +298,7 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `layout.rank_in_sequence` of tokens `[T, n]`, if no sequence is repeated."""
+    """Return `layout.rank_in_sequence` for tokens `[T, n]` of T distinct sequences."""
     # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
