@@ -53,7 +53,7 @@ def attend(
       q: queries, already rotated by the rope of the layer.
       k: keys, already rotated by the rope of the layer. If `k` and `v` are None, nothing is
         written, and the tokens attend to the keys that are already in the layer.
-      v: values. None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
+      v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head, which takes part in the softmax without a value.

@@ -100,8 +100,8 @@ def compact(
       donate: see `apply`.
 
     Returns:
-      The next cache, and the flag `ok`: whether the batch fits, or True without a batch. The next
-      cache is rotated and compacted even if the batch does not fit.
+      The next cache, and the flag `ok`, which is True if the batch fits or no batch is given. The
+      next cache is rotated and compacted even if the batch does not fit.
 
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
@@ -143,8 +143,9 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     cell of the earlier table or rotated its key. If `ok` is False, the later cache is returned.
     After `rewind`, plans that were made for later tables are stale.
 
-    Cells are compared by the hashes of their tokens. A cell that was rewritten with the same tokens
-    counts as unchanged, even if the model parameters differ.
+    Cells are compared by hashes of the steps and edits that led to them. A removed and rewritten
+    cell counts as overwritten, even with the same token. Two equal steps from the same cache have
+    equal hashes, even if the model parameters differ.
 
     Args:
       cache: the later cache.

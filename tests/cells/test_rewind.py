@@ -17,9 +17,9 @@ def told(cache, *tokens, seq=0):
     return jaxkv.apply(cache, plan_of(cache, tokens, seq).check())
 
 
-def refilled(cache):
+def refilled(cache, token=7):
     """Free a cell and fill it again with the same position of the same sequence."""
-    return told(jaxkv.seq_rm(cache, 0, 2, 3)[0], 7)
+    return told(jaxkv.seq_rm(cache, 0, 2, 3)[0], token)
 
 
 def rotated(cache, *deltas):
@@ -38,6 +38,7 @@ def moved(cache):
     ("past", "change"),
     [
         (None, refilled),
+        (None, lambda cache: refilled(cache, 4)),  # the token of the old table
         (None, lambda cache: rotated(cache, 2, -2)),
         (None, moved),
         # Both moved the same cells and rotated them, by 5 and by 3: their keys differ.
@@ -45,7 +46,14 @@ def moved(cache):
         # Hashes stay after a rewind: the empty cells of that table were written since.
         (None, lambda cache: told(jaxkv.rewind(cache, to=POOL.make().table)[0], 9, 9, 9)),
     ],
-    ids=["refilled", "rotated there and back", "moved", "rotated otherwise", "from an empty table"],
+    ids=[
+        "refilled",
+        "the same token",
+        "rotated there and back",
+        "moved",
+        "rotated otherwise",
+        "from an empty table",
+    ],
 )
 def test_rewind_is_refused_where_cells_were_written_or_rotated(past, change):
     cache = told(POOL.make(), 3, 1, 4)
