@@ -87,8 +87,8 @@ class Batch:
 class Ubatch(Partitioned):
     """Part of a batch that is computed at once: R rows of T tokens, with padding.
 
-    tokens, embeddings, sequences, shared_with, extra: as in `Batch`; `extra` has arbitrary values
-      at padding.
+    tokens, embeddings, sequences, shared_with: as in `Batch`.
+    extra: as in `Batch`; arbitrary values at padding.
     positions: position of each token.
     row_stream: index of the stream of each row.
     row_sequence: sequence id of each row; 0 if a row may have tokens of several sequences.

@@ -105,13 +105,13 @@ def make_cache(
         divide Q.
       ValueError: If `cells` is missing for attention layers without a window, a stream has 2**30
         cells or more, or a layer has 2**60 numbers or more.
-      ValueError: If the placement is unknown, or N does not fit the placement.
+      ValueError: If the placement is unknown, or does not support the number of cells N.
       ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
       ValueError: If the dtype has 8 bits and values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
-      ValueError: If the devices of the mesh cannot get equal shares of streams or cells, an axis of
-        the mesh would split two dimensions, or `sharding_rules` are given without a mesh.
+      ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
+      ValueError: If an axis would split two dimensions, or `sharding_rules` are without a mesh.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)

@@ -118,7 +118,7 @@ class Plan:
     """Slots for the tokens of a batch, or the reasons why the batch is refused.
 
     ubatches: parts of the batch to compute, in order. In a refused plan all slots are past the last
-      cell, so that `apply` and `attend` leave the cache unchanged.
+      cell. `apply` and `attend` with such slots leave the cache unchanged.
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
@@ -182,8 +182,8 @@ class Plan:
           logits: `[O, V]` for each ubatch, with one row for each entry of `Ubatch.outputs`.
 
         Returns:
-          `[n, V]`, one row for each of the n tokens of the batch that need logits. In a traced
-          plan, n is unknown, so the result ends with rows of padding.
+          `[n, V]`, one row for each of the n tokens of the batch that need logits. With a
+          traced plan, the result has additional rows of padding at the end.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]
         if len(logits) != len(order):

@@ -107,7 +107,7 @@ class Rope:
         return _rotate(self, x, jnp.asarray(positions))
 
     def linear(self, *, factor: float) -> Rope:
-        """Divide all frequencies by a factor: the new context length over the original length.
+        """Divide all frequencies by `factor`, the new context length over the original length.
 
         A `factor` of 0 raises ValueError.
 
@@ -119,7 +119,7 @@ class Rope:
         return self.divide([factor] * len(self.frequencies))
 
     def divide(self, factors: Sequence[float]) -> Rope:
-        """Divide the frequency of each pair by its factor; some checkpoints store such factors.
+        """Divide the frequency of each pair by its own factor, as stored in some checkpoints.
 
         A wrong number of factors, or a factor of 0, raises ValueError.
 

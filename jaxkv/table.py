@@ -225,7 +225,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
-        """Return how many cells sharing saves in each stream: n - 1 for a cell of n owners."""
+        """Return the cells saved by sharing in each stream; a cell of n owners saves n - 1."""
 
     @abstractmethod
     @assignable
@@ -247,7 +247,7 @@ class CacheTable(Partitioned):
         """Return the slot of each token, and the `Reason` of each token."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
-        """Return the slots of a part for a ubatch that stores its tokens only in other parts.
+        """Return the slots of this part for a ubatch whose tokens only other parts store.
 
         If the result is None, as by default, layers of the part raise for the ubatch.
         """
@@ -455,7 +455,7 @@ class CacheTable(Partitioned):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R E+1 ..."]],
     ) -> tuple[Self, PyTree]:
-        """Write the states after the last tokens of each row, by name, oldest first."""
+        """Write the states after the last tokens of each row, oldest state first."""
         del buffers, layer, ubatch, states
         raise TypeError(
             f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "

@@ -64,7 +64,7 @@ class Window:
 
     @staticmethod
     def symmetric(width: int) -> Window:
-        """Attend to W // 2 positions on each side; to later positions only with `causal=False`.
+        """Attend to W // 2 earlier positions, and with `causal=False` also to W // 2 later ones.
 
         >>> can_see(Window.symmetric(4), jnp.int32(6), jnp.arange(3, 8)).tolist()
         [False, True, True, True, False]

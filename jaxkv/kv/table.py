@@ -198,7 +198,7 @@ class CellTable(Cells, CacheTable):
         return defrag.plan_moves(self, max_moves, self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether the argument `verb` is "attend", which every attention layer supports."""
+        """Return whether `verb` is "attend", the only verb that attention layers support."""
         del layer
         return verb == "attend"
 

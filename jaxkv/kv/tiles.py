@@ -41,7 +41,7 @@ def tile_size(cells: int) -> int:
 def check_tile_multiple(cells: int) -> None:
     """Raise a ValueError if `cells` is 256 or more and not a multiple of 64.
 
-    With tiles of a few cells, a decode step uses several times the memory of a layer's keys.
+    Tiles of a few cells would make a decode step use several times the memory of a layer's keys.
     """
     if cells >= 4 * TILE and cells % TILE:
         raise ValueError(
@@ -63,7 +63,7 @@ def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
 
 
 def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
-    """Choose slots for a ubatch with `choose_for_list`; N for a token without a cell."""
+    """Choose slots for a ubatch with `choose_for_list`; a token without a cell gets the slot N."""
     unseen = None if cells.window is None else is_evictable(cells)
     pool = StreamCells(cells.owners, is_cell_empty(cells), unseen, cells.position)
     _, word, bit = locate_owner_bit(cells, ubatch.sequences)
@@ -89,7 +89,7 @@ class StreamCells(NamedTuple):
 
     owners: Owners of each cell.
     free: Whether each cell is empty.
-    hidden: Whether each used cell may be evicted; None if no cell may be evicted.
+    hidden: For each used cell, whether it may be evicted; None without a window.
     position: Position of each cell.
     """
 

@@ -1,7 +1,7 @@
 """Keys and values in 8 bits: codes, with a scale for each group of at most 128 dimensions.
 
-Additional letters: G groups of dimensions of a head with one scale, X queries that share a key, C
-cells.
+Additional letters in shapes: a head has G groups of dimensions, with one scale for each group. X
+queries share a key. C is a number of cells.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "...
 
 
 def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return codes and scales of a `Quantised`, or a plain array (or kernel reference) and None."""
+    """Return the codes and scales of a `Quantised`; for another array, the array and None."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
@@ -99,7 +99,7 @@ def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers of dtype `dequantised_dtype(like)` in the format of stored keys or values.
 
     Codes are rounded to the nearest, ties to even, and have no derivative. A head with a non-finite
-    number decodes to all NaN. The shape of `like` may differ.
+    number decodes to all NaN. Numbers and `like` may have different shapes.
     """
     if not isinstance(like, Quantised):
         return numbers

@@ -1,7 +1,7 @@
 """Rotation of stored keys to new positions, without accumulating rounding errors.
 
-Each move of a key of 16 or 8 bits rotates the key to position 0, and rounds it to a grid. The grid
-is so wide that rounding after a move does not change the grid point that the next move finds.
+Each move of a key of 16 or 8 bits rotates the key to position 0, and rounds it to a grid. Grid
+points are so far apart that the next move finds the same grid point despite rounding.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _choose_scales(keys: Quantised, lengths: jax.Array) -> jax.Array:
-    """Return scales for which the codes of all pairs fit at every position."""
+    """Return scales for which codes do not overflow after a rotation to any position."""
     # Old scales that fit are kept, because each move with other scales would round differently.
     max_code = largest_code(keys.dtype)
     unit = _rounding_unit(jnp.float32(max_code), keys.dtype)

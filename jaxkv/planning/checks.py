@@ -37,7 +37,7 @@ class PlanBuilder:
     late: Reason of each sequence, including reasons found while slots are chosen.
     expected, actual: Position or number of cells of each sequence, see `Plan`.
     demand, available: Number of cells that each sequence requires, and number available to it.
-    together: Whether each sequence is certain to fit in a plan without the refused sequences.
+    together: Whether each sequence certainly fits if a batch without refused sequences is planned.
     """
 
     table: CacheTable
@@ -189,7 +189,7 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
 def token_sequence_pairs(
     batch: Batch,
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Bool[ArrayLike, "*M"]]]:
-    """Return the sequence of each member, and which members are present; `[R, T * n]` for rows."""
+    """Return the sequence id of each member, and which members are not padding."""
     if batch.shared_with is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
@@ -209,7 +209,7 @@ def repeat_per_sequence(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, "
 
 
 def any_per_token(x: Bool[Array, " M"], batch: Batch) -> Bool[Array, " B"]:
-    """Return whether the value of any member of each token is True."""
+    """Return for each token whether the value of any of its members is True."""
     return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
 
 
@@ -224,9 +224,9 @@ def members_with_other_history(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return the members whose history differs from that of the first member of their token.
+    """Return which members have another history than the first member of the same token.
 
-    The history of a member is its sequence's cells in the table and earlier tokens in the batch.
+    A history consists of the sequence's cells in the table and its earlier tokens in the batch.
     """
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
@@ -249,7 +249,7 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the root of each sequence (the lowest that shares its tokens), and cells of roots."""
+    """Return the root of each sequence, the lowest id with its tokens, and cells for each root."""
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
     count = fits.shape[0]

@@ -37,10 +37,10 @@ CHEAP = 64
 def lay_out_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
-    """Assign the tokens of a batch to ubatches; if the batch is traced, from shapes alone.
+    """Assign the tokens of a batch to ubatches; a traced batch becomes one ubatch.
 
-    Returns the flat, padded batch, the batch indices `[R, T]` of each ubatch, and the largest
-    number of outputs of a ubatch, padded.
+    Returns the padded flat batch, the batch indices `[R, T]` of each ubatch, and an upper bound of
+    the number of outputs of a ubatch.
     """
     check_shared_tokens(spec, batch)
     if is_concrete(batch):
@@ -167,7 +167,7 @@ def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """Pad the number of rows of a ubatch to a power of two or to Q, so that few shapes occur."""
+    """Add rows of padding up to a power of two, at most Q rows, so that few shapes occur."""
     num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
         num_rows = max(min(num_rows, spec.sequences), len(part))
@@ -189,10 +189,10 @@ def order_tokens_first(valid: jax.Array) -> jax.Array:
 def rank_in_sequence(
     sequences: PyTree[Int[ArrayLike, "*M"]], valid: PyTree[Bool[ArrayLike, "*M"]]
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Int32[ArrayLike, "*M"]]]:
-    """Return the number of preceding tokens of the same sequence for each token, `[B]` int32.
+    """Return for each token the number of earlier tokens of the same sequence.
 
-    The second result, `[B]` int32, is the index of the previous token of the sequence; a first
-    token gets its own index. Results of tokens that are not valid are undefined.
+    The second result is the index of the previous token of the same sequence; the first token of a
+    sequence gets its own index. Results of tokens that are not valid are undefined.
 
     >>> rank_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
     (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
@@ -287,7 +287,7 @@ def equal_split(
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
     A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Rows are as
-    long as the shortest sequence and `ubatch_size` allow. `after` is from `preceding_tokens`. A
+    long as the shortest of them, at most `ubatch_size` // R. `after` is from `preceding_tokens`. A
     sequence waits for a later ubatch if the token before its next token is neither in this ubatch
     nor in an earlier one. llama.cpp: `split_equal`.
 
@@ -295,7 +295,7 @@ def equal_split(
     >>> [part.tolist() for part in equal_split(ids, 8)]
     [[[0, 1], [4, 5]], [[2, 3]]]
 
-    Sequence 1 continues after the second token of sequence 0:
+    The first two tokens of sequence 0 also belong to sequence 1:
 
     >>> after = np.array([-1, 0, 1, 2, 1, 4])
     >>> [part.tolist() for part in equal_split(ids, 2, after=after)]
@@ -332,7 +332,7 @@ def _indices_by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
 
 
 def _pad_rows_to_longest(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
-    """Pad rows to the longest, rounded up to a power of two, at most `ubatch_size`; `[R, T]`."""
+    """Pad rows to the longest length, rounded up to a power of two, at most `ubatch_size`."""
     longest = min(next_power_of_two(max(map(len, rows))), ubatch_size)
     return np.stack([np.pad(x, (0, longest - len(x)), constant_values=NO_SLOT) for x in rows])
 

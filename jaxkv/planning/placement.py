@@ -53,7 +53,7 @@ def place_ubatch(
     *,
     outputs: int,
 ) -> tuple[PlanBuilder, Ubatch]:
-    """Choose slots for a ubatch, and add the ubatch to the plan; see `plan_single_ubatch`."""
+    """Choose slots for a ubatch, and add it to a plan; for arguments see `plan_single_ubatch`."""
     table, batch = builder.table, builder.batch
     index, mixed = _order_rows(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more

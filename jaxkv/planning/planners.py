@@ -55,7 +55,7 @@ def init_batch(
 
     Args:
       cache: any cache.
-      batch: the batch, from `make_batch`. A traced batch must fit one ubatch or consist of rows.
+      batch: the batch, from `make_batch`. A traced batch must fit into one ubatch or have rows.
       ubatch_size: largest number of tokens computed at once; by default the `ubatch_size` of the
         cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
         few shapes are compiled. Ignored with `encoder`.
@@ -119,7 +119,7 @@ def init_batch(
 
 
 def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
-    """Plan the largest ubatch as shapes, to compile a model ahead of time or count bytes.
+    """Return the shapes of the largest plan, to compile a model ahead of time or count bytes.
 
     No array is allocated; the argument `cache` may be a tree of shapes (`jax.eval_shape`).
 
@@ -131,9 +131,9 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
 
     Returns:
       A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. The ubatch is
-      `[1, ubatch_size]`, or `[Q, max(ubatch_size // Q, 1)]` if rows have one sequence each (S > 1,
-      or recurrent states). The number of free cells does not matter. O is `outputs` rounded up to a
-      power of two, at least 8 and at most R * T.
+      `[1, ubatch_size]`, or `[Q, max(ubatch_size // Q, 1)]` if each row has one sequence (several
+      streams, or recurrent states). The plan does not depend on the number of free cells. The size
+      O is the argument `outputs`, rounded up to a power of two, at least 8 and at most R * T.
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.
@@ -223,7 +223,7 @@ def plan_step(
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
 
-      Of three cells, sequence 0 gets one for its token; the tokens of sequence 1 then do not fit:
+      Sequence 0 takes one of the three cells, so the three tokens of sequence 1 do not fit:
 
       >>> tokens, active = [[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]]
       >>> plan = plan_step(cache, tokens, sequences=[1, 0], active=active)

@@ -97,17 +97,17 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or a stream that was not edited after `apply`."""
+    """Return which rows are not stale: they have no slot, or an unedited stream since `apply`."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
 
 @partial(jax.jit, static_argnames="layer")
 def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows start without a state, or can read the state before the row in a layer.
+    """Return which rows can read the state before them in a layer, or start without a state.
 
-    A row cannot read the state if the ubatch is stale, or if the layer has not written the state or
-    has overwritten its cell.
+    A row cannot read a state if its stream was edited after `apply`, if the layer has not written
+    the state, or if the layer has overwritten the cell of the state.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)
@@ -117,7 +117,7 @@ def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
-    """Return the cells to write in a layer; out of range for stale rows and written cells."""
+    """Return the cells that a layer must still write; all other indices are out of range."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)
@@ -127,7 +127,7 @@ def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Set the field `holds` of a layer to the hashes of the cells from `writable_cells`."""
+    """Note in the field `holds` that a layer has written the given cells."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
@@ -135,7 +135,7 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R p
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
-    """Return the number of new states of each sequence, `[Q]`, from the rows in `placed`."""
+    """Return the number of new states of each sequence; rows not in the mask `placed` have none."""
     count = jnp.sum(
         ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
     )
@@ -144,7 +144,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
 
 
 def _take_at_kept_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
-    """Return `field`, `[R, T]`, at the last token of each new state, as an array `[R, E + 1]`."""
+    """Return the values of a field `[R, T]` at the last token of each new state, `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]

@@ -35,10 +35,10 @@ class States:
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the last token of the state in each cell, see `jaxkv.core.hashing`.
-    content: Sum of the hashes of all tokens in each cell's state, with their original positions.
-    holds: `cell_hash` of the state that each layer has written into each cell of its buffers.
+    content: For each cell, sum of the hashes of its state's tokens at their original positions.
+    holds: For each layer and cell, the `cell_hash` of the state that the layer has written there.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
-    shard_dims: For each state that a mesh may split: name, dimension, number of parts. Static.
+    shard_dims: Name, dimension and number of parts of each state that a mesh may split. Static.
     """
 
     position: Int32[Array, "Q E+1"]
@@ -96,7 +96,7 @@ def empty_fields(
 
 
 def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
-    """Return the stream of each sequence, in a shape that broadcasts with that of `cell`."""
+    """Return the stream of each sequence as a column, which broadcasts with `cell`."""
     stream, _ = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
     )
@@ -104,7 +104,7 @@ def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
 
 
 def stream_of(states: States, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the stream of each sequence; arbitrary for an id outside `[0, Q)`."""
+    """Return the stream of each sequence; the result is arbitrary for ids outside `[0, Q)`."""
     return divmod_nonnegative(seq, states.sequences_per_stream)[0]
 
 
@@ -128,7 +128,7 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return the content hashes of current states (0 if none), and which equal the given hashes."""
+    """Return the hash of each current state (0 if none), and whether it equals the given hash."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -136,7 +136,7 @@ def compare_last_tokens(
 
 
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
-    """Return which cells of each stream are in the array `cell`, which lists cells by sequence."""
+    """Return which cells of each stream occur in `cell`, the cell indices of each sequence."""
     return (
         jnp.zeros(states.cell_hash.shape, bool)
         .at[streams_of_sequences(states), cell]
@@ -165,7 +165,7 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of sequences in `present`: no missing tokens, no pending shifts."""
+    """Return the status of sequences; tokens are never missing, and shifts are never pending."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
@@ -181,11 +181,11 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
-    """Remove a range of a sequence (of all if `seq` is -1); return False if this is impossible.
+    """Remove a range of a sequence, or of all sequences if `seq` is -1; return whether it worked.
 
-    A range without tokens has no effect. A range up to the last token can be removed if it starts
-    at 0, or if a state is stored right before the range; that state becomes the current state. No
-    other range can be removed. If a range is refused for one sequence, no sequence changes.
+    A range without tokens has no effect. A range with the last token can be removed if the range
+    starts at 0. It can also be removed if a state is stored right before the range; this state
+    becomes the current state. Other ranges are refused. If one sequence refuses, none changes.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -225,7 +225,7 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[T, Bool[Array, ""]]:
-    """Add `delta` to the positions of a sequence in a range, also for other owners of its cells.
+    """Add `delta` to the positions of a range of a sequence; sequences that share cells move too.
 
     If a position would reach END or become negative, the table is unchanged and `ok` is False. An
     earlier state is dropped unless its new position is below the positions of all later states.
@@ -272,7 +272,7 @@ def seq_div(
 def _find_moving_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> jax.Array:
-    """Return which pairs have the cell of a state of `seq` in a range, `[Q, E + 1]` bool."""
+    """Return which pairs use the cell of a state that `seq` has in a range, `[Q, E + 1]` bool."""
     inside = (states.position >= jnp.maximum(start, 0)) & (
         states.position < resolve_range_end(stop)
     )
@@ -282,7 +282,7 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Move pairs in `moves`; remove pairs in `drop`, and pairs not below all later positions."""
+    """Set the positions of pairs in `moves`; remove pairs in `drop`, and pairs out of order."""
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
@@ -291,7 +291,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return `old` with the current hashes, and whether all cells that `old` uses are unchanged."""
+    """Return an old table with current hashes, and whether all cells that it uses are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
@@ -320,7 +320,7 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
 
 
 def drop_pairs(states: T, stays: jax.Array) -> T:
-    """Remove all (position, cell) pairs except those in `stays`, which move to the end of rows."""
+    """Keep only the (position, cell) pairs that are True in `stays`, at the end of each row."""
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
     order = jnp.argsort(stays, axis=1, stable=True)  # dropped pairs first
     position = jnp.where(stays, states.position, EMPTY)

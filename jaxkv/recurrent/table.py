@@ -111,7 +111,7 @@ class StateTable(States, CacheTable):
         return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
-        """Return `PartitionSpec`s that split streams, and dimensions of states by `shard_dims`."""
+        """Return `PartitionSpec`s that split streams, and state dimensions in `shard_dims`."""
         streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
             "streams"
         ]
@@ -182,7 +182,7 @@ class StateTable(States, CacheTable):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R ..."]],
     ) -> tuple[StateTable, Buffers]:
-        """Check and write a layer's states: `[R, E + 1, ...]`, or also `[R, ...]` if E is 0."""
+        """Check and write a layer's states, `[R, E + 1, ...]`; `[R, ...]` is valid if E is 0."""
         self._check_layer(layer)
         old = buffers[layer]
         if not isinstance(states, Mapping):

@@ -72,8 +72,8 @@ class Engine:
         common prefixes of prompts are stored. A request waits while another request computes a
         common prefix with more than 24 tokens that are not stored yet. If cells are needed, the
         least recently used prompts are evicted before a request waits.
-      prefix_store: A store for the cache, instead of `prefix_sequences`: for example a store with a
-        limit of cells, or the store of an earlier engine.
+      prefix_store: An existing store for the cache, for example with a limit of cells or from an
+        earlier engine. It cannot be combined with `prefix_sequences`.
 
     Raises:
       ValueError: If the cache is not empty, was donated, or has a part for encoder sources.

@@ -103,7 +103,7 @@ class ModelRunner:
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
-        """Compute a chunk of prompts; return token counts (0: refused plan) and first tokens."""
+        """Compute a chunk; return the token count of each prompt (0 if refused), first tokens."""
         parts = [
             PromptPart(
                 text.sequence, text.all_tokens()[text.num_computed_tokens : text.prefill_target]

@@ -58,7 +58,7 @@ class PromptPart(NamedTuple):
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return shapes of at most `size` tokens; several rows only if a row takes only one sequence.
+    """Return chunk shapes up to `size` tokens, with several rows only if a row has one sequence.
 
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
@@ -79,7 +79,7 @@ def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
 
 @functools.cache
 def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
-    """Return the minimum cost to compute tokens of a prompt in chunks of the given lengths.
+    """Return the minimum cost to compute `count` tokens in chunks of the given lengths.
 
     >>> [_min_prompt_cost((8, 64), n) - PASS for n in (5, 8, 9, 64)]
     [8, 8, 40, 64]
@@ -94,7 +94,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut the next chunk from prompts, in order; return it and its token count for each prompt."""
+    """Cut a chunk from prompts, in order; return the chunk and its token count of each prompt."""
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:
@@ -138,7 +138,7 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 
 
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
-    """Return the program that computes a chunk, cached as long as the model function lives.
+    """Return the program that computes a chunk; it is cached while the model function exists.
 
     The program donates the buffers. The logits `[Q, V]` are 0 for sequences whose prompt does not
     end in the chunk.

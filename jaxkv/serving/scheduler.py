@@ -160,7 +160,7 @@ class Scheduler:
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have enough cells for the given numbers of tokens of sequences."""
+        """Return which streams have enough cells if sequences have the given numbers of tokens."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

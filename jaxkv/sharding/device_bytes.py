@@ -97,8 +97,8 @@ def device_bytes(
       sizes that are not split and about uneven placements.
 
     Raises:
-      ValueError: If the number of streams or cells is above 1, and not a multiple of the number of
-        devices that split it.
+      ValueError: If the devices cannot split the streams or the cells evenly. A single stream or
+        cell is not split, and raises no error.
       ValueError: If the argument `heads` is not a multiple of the number of key/value heads.
 
     Examples:

@@ -37,14 +37,14 @@ def fit_mesh(
         copies of it. "refuse": raise a ValueError.
 
     Returns:
-      The mesh with the axis of heads split into two axes, the second named "cells" or "copies", and
-      the rules. Mesh and rules are unchanged if each number of heads is 1 or a multiple of the
+      The new mesh and rules. The mesh axis of heads is split into two, the second named "cells" or
+      "copies". Mesh and rules are unchanged if each number of heads is 1 or a multiple of the
       number of devices. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.
-      ValueError: If the mesh must change, and the argument `surplus` is "refuse", several mesh axes
-        split the heads, or the mesh already has an axis with the new name.
+      ValueError: If the mesh must change, and `surplus` is "refuse".
+      ValueError: If the mesh must change, and has several axes of heads or an axis of the new name.
 
     Examples:
       >>> mesh = jax.make_mesh((4,), ("tensor",))

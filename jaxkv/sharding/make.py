@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return the `NamedSharding` of each array, as a cache with the rules in its table."""
+    """Return a cache with a `NamedSharding` instead of each array, and the rules in its table."""
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
 
@@ -42,8 +42,8 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
 def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
     """Return the shapes of a cache on a mesh, with shardings, without allocating the cache.
 
-    Use the shapes as the cache argument of `init_full`, to compile a step before the cache is made,
-    or as the target of an Orbax restore.
+    Pass the shapes to `init_full` to compile a step before the cache is made. The shapes can also
+    be the target of an Orbax restore.
 
     Args:
       make: function without arguments that makes the cache; all sizes must be static.
@@ -51,8 +51,8 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       sharding_rules: names of the mesh axes that split the cache.
 
     Raises:
-      ValueError: If the number of streams or cells is above 1, and not a multiple of the number of
-        devices that split it.
+      ValueError: If the devices cannot split the streams or the cells evenly. A single stream or
+        cell is not split, and raises no error.
     """
     cache = jax.eval_shape(make)
     where = shardings(cache, mesh, sharding_rules)
@@ -71,7 +71,7 @@ def make_sharded(
 ) -> Cache:
     """Make a cache on a mesh; each device allocates only its own share.
 
-    Planning, and reading or writing buffers, then require `jax.set_mesh`; edits do not.
+    Plan batches, and read or write buffers, under `jax.set_mesh(mesh)`; edits do not need it.
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 

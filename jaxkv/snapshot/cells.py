@@ -1,6 +1,6 @@
 """Snapshots of attention caches: n saved cells, ordered by stream, then by cell index.
 
-A shared cell is saved once, and restored once in each stream that gets one of the cell's owners.
+A shared cell is saved once, and restored once in each stream that gets an owner of the cell.
 """
 
 from __future__ import annotations
@@ -301,9 +301,9 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return the number of cells to fill in each stream, and saved indices and owners of cells.
+    """Return how many cells to fill in each stream, and the saved index and owners of each cell.
 
-    The saved index of an unused cell is n. If the cells do not fit, they are only counted.
+    The saved index of an unused cell is n. Cells that do not fit only add to the first result.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -335,7 +335,7 @@ def _assign_cells(
 def _release_sequences(
     table: CellTable, marks: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove sequences with a mark other than -1, and set their `evicted_below` to the mark.
+    """Remove sequences whose entry in `marks` is not -1; set `evicted_below` to the entry.
 
     Also return the free cells, and the number of cells that a snapshot may fill in each stream.
     """

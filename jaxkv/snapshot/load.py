@@ -90,12 +90,12 @@ def load(
 ) -> Cache:
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
-    A new cache has the sizes of the saved cache and each token in its saved cell, and gives
-    bit-identical results. Ubatches of streams with saved tokens are stale: cell hashes are new.
+    A new cache has the sizes of the saved cache and each token in its saved cell. Its results are
+    bit-identical. Ubatches of the saved cache are stale in streams with saved tokens.
 
     If `into` is a cache, the saved sequences replace sequences of that cache. Both caches may have
     different numbers of cells, sequences and streams, and different placements. Cells are chosen as
-    for a batch; tiled placement fills empty tiles first, in saved order. Evictable cells may be
+    for a batch. Tiled placement fills empty tiles first, in saved order. Evictable cells may be
     reused. Saved sequences that share cells share cells again if their targets are in one stream.
     If the existing cache stores fewer states for each sequence, only the newest states are loaded.
     If the snapshot is damaged or does not fit, the existing cache is unchanged.
@@ -116,8 +116,8 @@ def load(
     Raises:
       ImportError: If the package safetensors is not installed.
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
-      PlanRefusedError: If a stream has too few free cells, or, for contiguous placement, no long
-        enough run of free cells.
+      PlanRefusedError: If a stream has too few free cells, or only short runs of free cells for
+        contiguous placement.
       TypeError: If a compared `model_id` is not JSON, or the existing cache has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.

@@ -49,7 +49,7 @@ class SlotAssignment:
 
     table: table with the restored sequences.
     streams, cells: stream index and cell index of each written cell.
-    origin: index in the snapshot of the cell or state that each written cell gets.
+    origin: for each written cell, the index of its cell or state in the snapshot.
     """
 
     table: CacheTable
@@ -101,7 +101,7 @@ class Part(ABC, Generic[T, B, D]):
     def saved_shapes(
         table: T, buffers: B, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the shapes of `extract_sequences` for `count` cells and `saved` sequences."""
+        """Return the result shapes of `extract_sequences` for `count` cells and `saved` ids."""
 
     @staticmethod
     @abstractmethod

@@ -1,7 +1,7 @@
 """Active tiles: tiles of cells with at least one visible cell, which a loop or a kernel reads.
 
-An array lists all M pairs of a block of tokens and a tile, active pairs first, so that new active
-tiles need no compilation. Sequences reserve smaller tiles, see `jaxkv.kv.tiles`.
+An array lists all M pairs of a block of tokens and a tile, active pairs first. Its size is fixed,
+so new active tiles need no compilation. Sequences reserve smaller tiles, see `jaxkv.kv.tiles`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ActiveTiles(NamedTuple):
       array would be large or there is a bias.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
-    tiles: Index of each pair, block * (tiles of a stream) + tile; active pairs first, by block.
+    tiles: Each pair as block * (tiles of a stream) + tile. Active pairs come first, by block.
     starts: Index in `tiles` of each block's first active tile, then the number of active tiles.
     """
 
@@ -86,7 +86,7 @@ class ActiveTiles(NamedTuple):
 def find_active_tiles(
     visibility: Visibility, max_tokens: int = BLOCK, size: int = TILE
 ) -> ActiveTiles:
-    """List the active tiles for blocks of tokens, given the largest sizes of tiles and blocks."""
+    """List active tiles of at most `size` cells, for blocks of at most `max_tokens` tokens."""
     # All layers call this function with equal arguments, and the compiler computes the list once.
     lists, tokens = visibility.at.shape
     cells = visibility.position.shape[1]

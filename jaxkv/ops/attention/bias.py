@@ -36,7 +36,7 @@ Bias = Function | jax.Array | np.ndarray
 class PositionBias:
     """Bias function of positions, and the query heads for which it is called.
 
-    function: The function with the types of its nodes, see `attach_node_types`.
+    function: The bias function, to which `attach_node_types` has attached types of nodes.
     heads: Indices of the query heads; on a mesh, of the query heads of the device.
     """
 

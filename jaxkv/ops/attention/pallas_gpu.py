@@ -1,6 +1,6 @@
 """Kernel for NVIDIA GPUs that reads each active tile once for all queries that attend to the tile.
 
-The active tiles of a block of tokens are split over J programs, so that even one sequence uses all
+The active tiles of a block of tokens are split over J programs. Even one sequence then uses all
 multiprocessors. A second kernel merges the partial softmaxes of the programs (flash-decoding).
 """
 
@@ -84,7 +84,7 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
 
 
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
-    """Return whether products need float32 precision, which takes registers for three products."""
+    """Return whether products need float32 precision, because an array has the dtype float32."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
@@ -312,7 +312,7 @@ def _merge_programs(
 
 
 def _pad_to_power_of_two(count: int) -> int:
-    """Return the next power of two, at least 16, which is the smallest size of a matrix unit."""
+    """Return the next power of two, at least 16, the smallest dimension for matrix units."""
     return max(16, 1 << (count - 1).bit_length())
 
 
@@ -325,7 +325,7 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 def _load(
     ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read a reference at int32 indices; return `fill` for elements that are not `inside`."""
+    """Read a reference at int32 indices; elements that are False in `inside` become `fill`."""
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 
@@ -340,7 +340,7 @@ def _tile_bounds_mask(
 
 
 def _multiply_tile(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
-    """Contract `a`, `[X, D or C]`, with dimension `over` of a tile `b`, in float32."""
+    """Multiply `a` and `b` in float32, summed over the last axis of `a` and axis `over` of `b`."""
     # Three TF32 products on the matrix units are as exact as one float32 product, see
     # `docs/kernels.md`. By default the compiler would use one TF32 product.
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3

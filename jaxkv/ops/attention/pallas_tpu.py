@@ -1,7 +1,7 @@
 """Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
-The 128 lanes of a line of memory contain dimensions of a cell if the head size is a multiple of
-128, otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
+If the head size is a multiple of 128, a line of memory (128 lanes) contains dimensions of a cell,
+otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
 """
 
 from __future__ import annotations
@@ -261,12 +261,12 @@ def _max_tokens_per_block(queries: int) -> int:
 
 
 def _has_cells_in_lanes(x: Stored) -> bool:
-    """Return whether the compiler stores an array of buffers or scales with cells in the lanes."""
+    """Return whether a line of memory contains neighbouring cells, see the module docstring."""
     return x.shape[3] % LANES != 0
 
 
 def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return buffers in HBM in the kernel's layout, `[S, K, D, N]` if cells are in the lanes."""
+    """Return buffers in HBM, as `[S, K, D, N]` if a line of memory contains neighbouring cells."""
     # Otherwise the compiler would copy small buffers to fast memory before each write and read.
     x = x.swapaxes(2, 3) if _has_cells_in_lanes(x) else x
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)

@@ -26,7 +26,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class AttentionOptions:
     """Options of a model's attention.
 
-    scale: Factor of the products of queries and keys, static; None for 1 / sqrt(D).
+    scale: Factor that multiplies the products of queries and keys; None for 1 / sqrt(D). Static.
     softcap: Bound c of scaled products x, which become c * tanh(x / c), static; None for no bound.
     sinks: Additional logit of each query head, without a value.
     """
@@ -89,7 +89,7 @@ def mask_logits(
     mask: Bool[Array, "*#n C"],
     bias: Float[Array, "*#n #C"] | None = None,
 ) -> Float[Array, "*#n C"]:
-    """Add a bias; set logits of hidden cells to LOWEST, and other logits to LOWEST / 2 or more."""
+    """Add a bias; hidden cells get the logit LOWEST, and other cells at least LOWEST / 2."""
     # A visible NaN is kept.
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
@@ -109,7 +109,7 @@ def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
 
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Reset the partial softmax of queries that are False in the mask `sees`, `[P, K or 1, X]`."""
+    """Set the partial softmax of queries that are False in `sees`, `[P, K or 1, X]`, to empty."""
     return OnlineSoftmax(
         jnp.where(sees, sums.max_logit, LOWEST),
         jnp.where(sees, sums.denom, 0.0),
@@ -118,7 +118,7 @@ def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
 
 
 def empty_softmax(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
-    """Return the partial softmax over no cells, for packed queries; Dv is `value_dim`."""
+    """Return a partial softmax of packed queries to which no cell was added; `value_dim` is Dv."""
     zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
     return OnlineSoftmax(zero + LOWEST, zero, out)
@@ -172,7 +172,7 @@ def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "
 
 
 def group_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P _ _ T C"]:
-    """Split an axis of H heads into axes of K and G heads, or an axis of 1 into two axes of 1."""
+    """Reshape an axis of H heads to two axes `[K, G]`, and an axis of size 1 to `[1, 1]`."""
     lists, heads, *pairs = x.shape
     return x.reshape(lists, min(heads, kv_heads), -1, *pairs)
 

@@ -28,7 +28,7 @@ class Visibility:
     token's position and within the window.
 
     position: Position of each cell.
-    owners: Bit mask of the sequences that own each cell.
+    owners: For each cell, a bit mask of the sequences that own the cell.
     streams: Stream of each list of tokens.
     at: Position of each token.
     word: Index, in `owners`, of the word with the bit of the token's sequence.
@@ -124,7 +124,7 @@ def with_bias_array(visibility: Visibility) -> Visibility:
 
 
 class QueryBounds(NamedTuple):
-    """Visible positions and sequence of each query, int32 `[P, T]`, or `[X, 1]` in a kernel.
+    """Range of visible positions and sequence of each query; `[P, T]`, in a kernel `[X, 1]`.
 
     first: First position that the query attends to.
     last: Last position that the query attends to.

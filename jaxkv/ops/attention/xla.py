@@ -76,7 +76,7 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Add cells `[P, K, C, ...]` to a partial softmax; callers must call `zero_unseen` at the end.
+    """Add cells `[P, K, C, ...]` to a partial softmax; call `zero_unseen` after the last cells.
 
     The queries are packed and scaled, and the values are finite.
     """

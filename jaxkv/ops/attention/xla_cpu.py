@@ -191,7 +191,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return whether the compiler converts cells to float32, so that tiles are read singly."""
+    """Return whether tiles are read singly, because the compiler converts cells to float32."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
     return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
@@ -229,7 +229,7 @@ def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
 
 
 def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
-    """Split a float32 factor of bfloat16 cells into two bfloat16 terms; keep other factors."""
+    """Return one or two terms whose sum is `x`, in bfloat16 if `_has_terms` is True."""
     # The compiler multiplies two bfloat16 arrays without a conversion, unless one has a single row.
     if not _has_terms(cells, x.dtype, x.shape[-2]):
         return [x]

@@ -56,7 +56,7 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Attend from blocks of tokens to active tiles; `added` adds a tile to a partial softmax."""
+    """Compute attention of blocks of tokens to active tiles; the function `added` adds a tile."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
@@ -80,7 +80,7 @@ def add_tiles_in_turn(
     """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
     The queries `q` are packed and scaled. If `pinned` is True, the compiler cannot move work on a
-    tile out of the loop. Outside of the loop, the work would be done for all cells.
+    tile out of the loop, where the work would be done for all cells at once.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

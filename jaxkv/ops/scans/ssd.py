@@ -1,4 +1,4 @@
-"""Recurrence of Mamba-2, computed in chunks. H is G * J."""
+"""Recurrence of Mamba-2, computed in chunks. The H heads form G groups of J heads each."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def scan_ssd(
 
     Args:
       x: inputs, finite also at padding.
-      steps: step sizes, 0 at padding, which leaves the state unchanged.
+      steps: step sizes, 0 at padding. A step of size 0 leaves the state unchanged.
       rate: decay rate of each head, below 0.
       b: projection of the input into the state.
       c: projection of the state to the output.
       state: state before the first token of each row.
-      counts: number of tokens of the row before each returned state, increasing by at most 1, as in
-        `Ubatch.state_write_steps`.
+      counts: number of tokens of the row before each returned state. Each count is the previous
+        count, or the previous count plus 1, as in `Ubatch.state_write_steps`.
       chunk: number of tokens of a chunk.
 
     Returns:
@@ -96,7 +96,7 @@ def scan_ssd(
 
 
 def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the state after a chunk; `x` is inputs times steps, `logs` is logarithms of decays."""
+    """Return the state after a chunk, from inputs times steps (`x`) and log decays (`logs`)."""
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
     added = jnp.einsum("rsgjd,rsgm->rgjdm", x, b)
@@ -106,7 +106,7 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the states `[R, n, G, J, D, M]` after each count; `state` is after the first count."""
+    """Return the states after each number of tokens in `counts`; `state` is the first of them."""
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, advances = turn

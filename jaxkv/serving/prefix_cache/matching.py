@@ -39,7 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return at which prefix lengths a sequence can be resumed, and why not at the full length."""
+    """Return the lengths at which a sequence can be resumed, and why the full length is not one."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -84,10 +84,10 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return masks: can be resumed, has all earlier tokens, has no other token; and a hash sum.
+    """Return three masks over the positions of a block, and the sum of hashes up to its end.
 
-    The masks are over the positions of a block. The argument `before` is the sum of the hashes of
-    earlier blocks; the last result is the sum up to the end of the block.
+    The masks tell whether the sequence can be resumed at a position, has all tokens before it, and
+    has no other token there. The argument `before` is the sum of the hashes of earlier blocks.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
@@ -107,7 +107,7 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return the positions of a block at which all found hashes equal the expected hash."""
+    """Return the positions of a block at which no found hash differs from the expected hash."""
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")

@@ -37,8 +37,8 @@ class PrefixStore:
 
     Use a store only with the cache that was returned together with the store. An earlier store can
     be used again with its cache. Only methods of the store may edit the sequences of the store.
-    `seq_add` of a sequence that shares cells with a stored prompt also shifts the prompt, which can
-    then not be forked. Tokens are integers: assign an id to each image or other model input.
+    `seq_add` of a sequence also shifts the stored prompts that share its cells. A shifted prompt
+    cannot be forked. Tokens are integers: assign an id to each image or other model input.
 
     prompts: The stored prompts, least recently used first.
     evicted: Tokens of the last `len(sequences)` evicted prompts, latest last.
@@ -143,16 +143,16 @@ class PrefixStore:
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Store the first tokens of a sequence as a prompt; the sequence is unchanged.
 
-        If `hit.length` of the result is 0, cache and store are unchanged. If the cache has a window
-        or recurrent states, the store keeps only the cells in the window, or the states, at the end
-        of the prompt. So store a prompt up to the position where other prompts will diverge, such
-        as the end of a common prefix.
+        If `hit.length` of the result is 0, cache and store are unchanged. With a window, the store
+        keeps only the cells in the window at the end of a prompt. With recurrent states, the store
+        keeps only the states at the end. Therefore store a prompt up to the position where other
+        prompts will diverge, such as the end of a common prefix.
 
         A prompt that is already stored is not stored again. A new prompt replaces a stored prompt
-        that is its prefix, unless only the stored prompt can be resumed at some position. If the
-        store has no empty sequence, or exceeds its limit of cells, the least recently used prompts
-        are evicted. If the store has no sequence in the stream of `seq`, the prompt is copied to
-        another stream.
+        that is its prefix, unless a position exists at which only the stored prompt can be resumed.
+        If the store has no empty sequence, or exceeds its limit of cells, the least recently used
+        prompts are evicted. If the store has no sequence in the stream of `seq`, the prompt is
+        copied to another stream.
 
         Args:
           cache: The cache of the store.
