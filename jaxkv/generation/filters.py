@@ -147,8 +147,9 @@ def make_sampler(
 ) -> FilterSampler:
     """Make a sampler from filters and penalties.
 
-    Each argument except `penalty_last_n` is one number for all sequences, or a list or array `[T]`.
-    Traced numbers are not checked. A filter without effect is skipped unless its number is traced.
+    Each argument except `penalty_last_n` is one number for all sequences, or a list or array with a
+    number for each of T sequences. Traced numbers are not checked. A filter without effect is
+    skipped unless its number is traced.
 
     Args:
       temperature: Divisor of logits; 0 always takes the token with the highest logit.

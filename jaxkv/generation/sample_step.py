@@ -84,7 +84,8 @@ def init_decode(
       ValueError: If both or neither of the arguments `logits` and `tokens` are passed.
       ValueError: If the shape of logits is not `[T, V]`, or T is above 1 without sequence ids.
       ValueError: If sequence ids are passed with the result of `prefill`.
-      ValueError: If T exceeds the number of sequences, as for padded logits of a traced `prefill`.
+      ValueError: If logits have more rows than there are sequences. A traced `prefill` returns
+        padded rows.
       ValueError: If logits are passed for a sequence that is empty in a concrete cache.
       ValueError: If arguments, including the sampler, are for different numbers of sequences.
       ValueError: If a concrete token or limit is below 0, or a concrete seed is not a uint32.
@@ -92,7 +93,7 @@ def init_decode(
       TypeError: If tokens, ids, limits or seeds are not integers, or `sampler` is not a `Sampler`.
 
     Examples:
-      Sequence 1 is a fork of sequence 0, and 2 is the stop token:
+      Sequence 1 is a fork of sequence 0. The token 2 is the stop token:
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=8, sequences=2)

@@ -158,5 +158,5 @@ def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array
 
 
 def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether a token of each sequence at `position` attends to an evicted position."""
+    """Return for each sequence whether a token at `position` attends to an evicted position."""
     return cells.evicted_below > first_seen(cells.window, position)
