@@ -95,7 +95,7 @@ class Ubatch(Partitioned):
     slots: int32 `[R, T]`, the index of the cell of each token. Padding and all tokens of a refused
       plan have distinct indices past the last cell. For a recurrent cache, the slots are a
       `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part, None for
-      an unused part. In each case, int32 leaves are indices and uint32 leaves are hashes.
+      an unused part. In all these pytrees, int32 arrays are indices and uint32 arrays are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True if a later ubatch of the plan has tokens of the token's sequence.
@@ -133,10 +133,10 @@ class Ubatch(Partitioned):
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
         """Return how many tokens of a row each of the last `count` states includes.
 
-        For a row of n valid tokens and a static `count` of states, the result at index i is max(n -
-        count + 1 + i, 0). For `write_states`, `count` is E + 1. A result of 0 means the state
-        before the row, which `write_states` does not write. A `count` below 1 raises ValueError,
-        and a `count` that is not an integer raises TypeError.
+        For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0 stands
+        for the state before the first token of the row; `write_states` skips this state. The
+        argument `count` is static. For `write_states`, `count` is E + 1. A `count` below 1 raises
+        ValueError, and a `count` that is not an integer raises TypeError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)})
@@ -178,9 +178,9 @@ def make_batch(
         - For a list `[B]`, one id for each token, or one id for all tokens; default 0.
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
-        - For a token of several sequences, pass a list of ids in place of an id, or an array with
-          one more axis, `[B, n]` or `[R, T, n]`, padded with -1. The sequences must share all
-          earlier tokens (else `Reason.DIVERGED`). Recurrent caches accept no shared tokens.
+        - For a token that several sequences share, a list of ids in place of one id, or an array
+          `[B, n]` or `[R, T, n]` of ids, padded with -1. If the sequences differ in an earlier
+          token, the plan is refused (`Reason.DIVERGED`). Recurrent caches accept no shared tokens.
 
       positions: int32 position of each token; by default each sequence continues after its last
         position.
@@ -336,7 +336,7 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
 
 
 def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
-    """Convert 64-bit integers to the 32-bit dtype `kept`; raise if an integer does not fit."""
+    """Convert 64-bit integers to `kept`, a 32-bit dtype; raise if an integer is out of range."""
     low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
@@ -379,7 +379,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the lowest id of each set `[..., n]`, and the other ids (None if no set has any)."""
+    """Return the lowest id of each set `[..., n]`, and all other ids (None if there are none)."""
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
         return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None
@@ -468,7 +468,7 @@ def expand_streams_to_rows(
 
 
 def row_mesh_axes(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the mesh axes that split rows: the axes of streams if `row_is_sequence`, else none."""
+    """Return the mesh axes that split rows: `streams` if `row_is_sequence` is True, else `()`."""
     return streams if ubatch.row_is_sequence else ()
 
 

@@ -70,7 +70,7 @@ class Cache(Partitioned):
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """The parts of a hybrid cache as caches; a cache that is not hybrid is its only part."""
+        """The parts of a hybrid cache, each as a `Cache`; for other caches, the cache itself."""
         pairs = self.table.pair_parts_with_buffers(self.buffers)
         return tuple(Cache(table=table, buffers=buffers) for table, buffers in pairs)
 
@@ -102,7 +102,7 @@ class Cache(Partitioned):
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the largest position of each sequence; -1 for an empty sequence.
 
-        The argument, the shape of the result and the error are those of `seq_pos_min`.
+        For the argument, the shape of the result and the error, see `seq_pos_min`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -151,8 +151,8 @@ class Cache(Partitioned):
         """Return whether positions would stay unique in every sequence after `seq_add`.
 
         `seq_add` shifts a shared cell for all owners, so two tokens of an owner may get equal
-        positions. The result is also False if a position would reach 2**31 - 1. Arguments and
-        errors are those of `seq_add`.
+        positions. The result is also False if a position would reach 2**31 - 1. The
+        arguments have the same meaning as in `seq_add`, and raise the same errors.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
@@ -169,7 +169,8 @@ class Cache(Partitioned):
     def num_rollback_states(self, layer: int) -> int:
         """Return E, the number of earlier states that a recurrent layer stores (`max_rollback`).
 
-        A cache without recurrent layers raises TypeError. A layer without states raises ValueError.
+        In a recurrent or hybrid cache, a layer without states raises ValueError. Other caches raise
+        TypeError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)})

@@ -47,7 +47,7 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return the sequences that fit in every part; parts admit sequences in the same order."""
+    """Return the sequences that fit in every part; each part considers them in the same order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
@@ -83,7 +83,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy and then have equal last positions; return these also."""
+    """Return whether all parts can copy and then end at equal positions, and these positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -367,7 +367,7 @@ class HybridTable(CacheTable):
         }
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a part supports "attend" or "states" for a layer."""
+        """Return whether a part supports `verb`, which is "attend" or "states", for a layer."""
         return bool(self._parts_serving(verb, layer))
 
     def max_rollback(self, layer: int) -> int:

@@ -35,7 +35,7 @@ def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
 
 
 def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
-    """Return the indices of the first `count` True values, padded with the size of the array.
+    """Return the indices of the first `count` True values; if fewer are True, n is the padding.
 
     >>> indices_of_true(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)
@@ -46,7 +46,7 @@ def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " coun
 def divmod_nonnegative(
     numbers: Int[Array, "*n"], size: int
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
-    """Return quotients and remainders of non-negative integers; `//` needs more instructions.
+    """Return quotients and remainders of non-negative integers, in fewer instructions than `//`.
 
     >>> divmod_nonnegative(jnp.int32(7), 3)
     (Array(2, dtype=int32), Array(1, dtype=int32))
@@ -61,7 +61,7 @@ def is_traced(*trees: PyTree) -> bool:
 
 
 def is_concrete(*trees: PyTree) -> bool:
-    """Return whether this process can read all values: none is traced or on other processes."""
+    """Return whether no leaf is a tracer, and this process can read the values of all leaves."""
     return all(map(_is_known, jax.tree.leaves(trees)))
 
 
@@ -91,5 +91,5 @@ def take_rows(
 
 
 def next_power_of_two(count: int) -> int:
-    """Round an integer up to a power of two, so that few shapes are compiled; at least 1."""
+    """Round an integer up to a power of two (at least 1), so that fewer shapes are compiled."""
     return 1 << max(count - 1, 0).bit_length()

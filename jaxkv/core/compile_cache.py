@@ -12,10 +12,10 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
-    """Return the program that `build` makes for some functions, from a weak cache if possible.
+    """Build a program for the given functions, or return the program that was built before.
 
-    Bound methods of one object and one function share a program. The argument `build` gets weak
-    references to the functions, so the caller must keep the functions alive while the program runs.
+    Two bound methods with the same function and object have the same program. The argument `build`
+    gets weak references, so the caller must keep the functions alive while the program runs.
     Raises a TypeError if a function is not callable, or does not support weak references.
     """
     for function in functions:

@@ -33,7 +33,7 @@ def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
 
 
 def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
-    """Decorate a function: if an argument was donated, raise the error of `check_not_donated`."""
+    """Decorate a function to raise the error of `check_not_donated` for donated arguments."""
     # Arguments are checked only after an error of JAX, so that other calls have no overhead.
 
     @wraps(fun)

@@ -27,7 +27,7 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the hashes of overwritten cells, from the old hashes and those of the new tokens."""
+    """Return new hashes of overwritten cells, from the old hashes and the hashes of new tokens."""
     return mix(old + mix(new + 1))
 
 
@@ -42,7 +42,7 @@ def hash_contents(
     embeddings: jax.Array | None,
     extra: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Hash tokens `[R, T]` or embeddings `[R, T, d]`, with extra inputs, to `[R, T]` uint32."""
+    """Return a hash of each token or embedding and its additional inputs, `[R, T]` uint32."""
     if tokens is not None:
         found = mix(tokens.astype(jnp.uint32))
     else:
@@ -75,8 +75,8 @@ def token_hashes(
 ) -> jax.Array:
     """Return the cell hashes of tokens that are written together, `[R, T]` uint32.
 
-    The argument `contents` is from `hash_contents`; `context`, `[R]` uint32, is the hash of each
-    row's stream before the write. Other arguments are `[R, T]`.
+    The argument `contents` is the result of `hash_contents`. The argument `context`, `[R]` uint32,
+    is the hash of each row's stream before the write. All arguments but `context` are `[R, T]`.
     """
     token = chain_hashes(contents, positions, sequences)
     together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Partitioned(ABC):
-    """A value that defines how a mesh splits its arrays, see `jaxkv.jit_helpers.jit_table`."""
+    """Base class of pytrees that define how a mesh splits their arrays; `jit_table` uses it."""
 
     @abstractmethod
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
-        """Return a `PartitionSpec` for all arrays, or the value with one in place of each array."""
+        """Return one `PartitionSpec` for all arrays, or a pytree with one for each array."""
 
 
 R = TypeVar("R")
@@ -54,8 +54,8 @@ class ShardingRules:
     `jaxkv.sharding.fit_mesh`.
 
     streams: Axes that split the streams of tables and buffers.
-    kv_heads: Axes that split key/value heads (query heads for MLA), recurrent states (`shard_dims`
-      of `CacheSpec.recurrent`), and model parameters.
+    kv_heads: Axes that split key/value heads (for MLA, query heads). The same axes split model
+      parameters and recurrent states, see `shard_dims` of `CacheSpec.recurrent`.
     cells: Axes that split the cells of each stream in the buffers, but not in the table.
     """
 
@@ -69,8 +69,8 @@ class ShardingRules:
 
         Args:
           sharding_rules: pairs of a logical axis and a mesh axis; only the first pair of each
-            logical axis is used. Logical axes are the fields of `ShardingRules`, and cache_batch,
-            cache_heads and cache_sequence. Pairs of other logical axes are ignored.
+            logical axis is used. The logical axes of a cache are the fields of `ShardingRules`, and
+            cache_batch, cache_heads and cache_sequence. Pairs of other axes are ignored.
 
         Raises:
           ValueError: If no pair has a logical axis of a cache.
@@ -199,7 +199,7 @@ def map_shards(
 
 
 def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
-    """Return `spec` with only explicit mesh axes, since array types contain no other axes.
+    """Keep only the explicit mesh axes of `spec`, as the sharding of an array type requires.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
@@ -247,7 +247,7 @@ def gather_sharded(
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Send the values of the only device with nonzero values to all devices."""
+    """Copy each entry of `x` to all devices, from the only device where the entry is not 0."""
     if not axes:
         return x
     if x.dtype == bool:
@@ -257,7 +257,7 @@ def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _sum_bits(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Implement `broadcast_from_owner` for numbers."""
+    """Do the work of `broadcast_from_owner` for an array of numbers."""
     # Bits are summed instead of floats, since -0.0 + 0.0 is 0.0. Bits have no derivative.
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jax.lax.complex(_sum_bits(x.real, axes), _sum_bits(x.imag, axes))

@@ -1,4 +1,4 @@
-"""Pytrees with static node types, as JAX compares fields of dataclasses but not their classes."""
+"""Pytrees that carry their node types, since JAX does not compare the classes of dataclasses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
