@@ -58,7 +58,7 @@ class CellView:
         return np.bitwise_count(self.words).sum(axis=1, dtype=np.int32)
 
     def sequence_positions(self, seq: int) -> Int32[np.ndarray, " N"]:
-        """Return the position in each cell that a sequence owns in its stream; -1 in other cells.
+        """Return the position in each cell of the stream; -1 where the sequence is not an owner.
 
         Raises:
           ValueError: If the sequence does not exist.

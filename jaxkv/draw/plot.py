@@ -107,7 +107,7 @@ def occupancy(
 
     Args:
       steps: caches, or numbers of used cells from `cache.num_used_cells()`, one for each step.
-        With caches, the number is shown for each owner; a shared cell counts for the lowest id.
+        For caches, each owner has its own area; a shared cell counts only for the lowest owner id.
       cells: number of cells, drawn as a horizontal line. By default, the number of cells of the
         first cache; no line if `steps` are numbers.
       ax: matplotlib axes to draw on; None for new axes.
@@ -288,7 +288,7 @@ def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
 
 
 def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
-    """Return marks `[T, n]` of the n positions of each token's sequence, see `_marks_to_rgb`."""
+    """Return a mark (`_marks_to_rgb`) for each token and position of its sequence, `[T, n]`."""
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):
@@ -351,6 +351,6 @@ def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
 
 
 def _choose_ticks(count: int) -> list[int]:
-    """Return the indices of lines with a tick label: all of up to 12 lines, else about eight."""
+    """Return which lines get a tick label: all lines if there are at most 12, else about eight."""
     step = 1 if count <= 12 else -(-count // 8)
     return list(range(0, count, step))

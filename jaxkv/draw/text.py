@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def show(cache: Cache, *, width: int | None = 100) -> str:
     """Draw the table of a cache as text: a column for each cell, owner above position.
 
-    For a recurrent cache, each line has the positions of a sequence's states, current state last.
-    For a hybrid cache, each part is drawn. llama.cpp: the debug drawing of `find_slot`.
+    For a recurrent cache, each line shows the positions of the states of one sequence, the current
+    state last. A hybrid cache is drawn part by part. llama.cpp: the debug drawing of `find_slot`.
 
     Args:
       cache: any cache. If the cache is split over processes, every process must call `show`.
@@ -30,8 +30,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
-      cell with several owners. A third line, `shift`, shows pending shifts, if any. A column of
-      several short runs has a tilde, all owners of the runs, and their lowest and highest position.
+      cell with several owners. A third line, `shift`, shows pending shifts, if any. If a column
+      combines several runs, it has a tilde, all owners, and the lowest and highest position.
 
     Raises:
       TypeError: If the cache is traced, or has shapes instead of arrays.
