@@ -100,7 +100,7 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " W"], BeamSearch]:
-    """Extend unfinished hypotheses by a token; for logits of NaN or +inf, set only the reason."""
+    """Extend beams by one token; if a logit is NaN or +inf, change only the field `reason`."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
@@ -165,7 +165,7 @@ def beam(
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      cache: A cache with the prompt in the first beam sequence.
+      cache: A cache in which the first beam sequence contains the prompt.
       logits: Logits of the last token of the prompt.
       num_beams: W, the number of beams, static. Each step computes one token for each beam.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
@@ -178,10 +178,11 @@ def beam(
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. Of an unfinished hypothesis, only the last token is missing. Of a finished one,
-      only tokens that it shares with a beam of the last step are present. To continue hypothesis i,
-      compute its tokens from index `num_cached[i]` on. If no recurrent state is stored at this
-      index, or a window evicted cells, the sequence is empty and `num_cached[i]` is -1.
+      hypothesis i. An unfinished hypothesis lacks only its last token. A finished hypothesis lacks
+      all tokens after its longest common prefix with a beam of the last step. To continue
+      hypothesis i, compute its tokens from index `num_cached[i]` on. If `seq_rm` at this index is
+      refused (no state is stored, or cells are evicted), the sequence is empty and `num_cached[i]`
+      is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.

@@ -23,12 +23,12 @@ class Constraint:
     """State machine, such as a grammar, that restricts the next token.
 
     The method `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies
-    its constraint to requests with a `constraint_state`. The functions `allowed` and `advance` can
-    call a grammar library with `jax.pure_callback`. Pass the same two functions every time, since
-    compiled programs are cached for them. To use several grammars in an engine, concatenate their
-    transition tables, and start each request in the first state of its grammar.
+    its constraint only to requests that have a `constraint_state`. The functions `allowed` and
+    `advance` can call a grammar library with `jax.pure_callback`. Pass the same two functions every
+    time, since compiled programs are cached for them. To use several grammars in an engine,
+    concatenate their transition tables, and start each request in the first state of its grammar.
 
-    first: A pytree of arrays. State before the first generated token, independent of prompts. All
+    first: A pytree of arrays: the state before the first generated token, for every prompt. All
       states have the shapes of `first`.
     allowed: Pure function that maps a state to a mask `[V]` of the tokens that may come next.
     advance: Pure function from a state and a token to the next state.
@@ -42,9 +42,9 @@ class Constraint:
         """Return a sampler that samples only allowed tokens.
 
         If no token is allowed for a sequence, the sequence ends. The functions `allowed` and
-        `advance` also run for ended sequences and rejected draft tokens, and `advance` runs for
-        token 0 if no token is allowed. Callbacks must not raise in these cases, although their
-        results are discarded.
+        `advance` also run for ended sequences and for draft tokens that are then rejected. If no
+        token is allowed, `advance` runs for token 0. The results of these calls are discarded, but
+        the functions must not raise.
 
         Args:
           sampler: Sampler that chooses among the allowed tokens.
@@ -82,7 +82,7 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: Initial state of the constraint if `bound` is None; otherwise current states, `[T, ...]`.
+    first: First state of every sequence if `bound` is None, else `[T, ...]` current states.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 

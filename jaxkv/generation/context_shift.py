@@ -47,7 +47,7 @@ def context_shift(
 
       - The last position of the sequence is below `num_keep + num_discard - 1`.
       - Another sequence shares the cell of a token that would move.
-      - Evicted tokens at the beginning would be in the window again.
+      - The window of the next token would again include positions of evicted tokens.
       - A traced `seq`, `num_keep` or `num_discard` is out of range.
 
     Raises:
@@ -94,16 +94,17 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    Whenever `width` tokens are ungrouped, they are divided into groups. Each group moves to one
-    position, and later tokens get lower positions. Distances to far tokens are then approximate;
-    distances to near tokens are exact. Keys are rotated, not recomputed. No cell becomes free.
+    While at least `width` tokens are ungrouped, the first `width` of these tokens are divided into
+    groups. Each group moves to one position, and later tokens get lower positions. Distances to far
+    tokens are then approximate; distances to near tokens are exact. Keys are rotated, not
+    recomputed. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
     After `self_extend`, `can_seq_add` is False for ranges with tokens: positions are not unique.
 
     Args:
       cache: A cache without recurrent states.
-      seq: Id of the sequence. The next token still gets the last position plus 1.
+      seq: Id of the sequence. As usual, its next token gets the last position plus 1.
       grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
@@ -116,7 +117,7 @@ def self_extend(
       - Another sequence shares the cell of a token that would move.
       - The argument `grouped` is not from the last result, or grouped tokens were removed.
       - An intermediate position would reach 2**31 - 1.
-      - Evicted tokens would be in the window of the next token again.
+      - The window of the next token would again include positions of evicted tokens.
 
     Raises:
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.

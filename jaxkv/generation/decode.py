@@ -60,8 +60,8 @@ def decode(
     - A stop token is sampled; the stop token is not written to the cache.
     - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or a logit is NaN or +inf.
-    - The plan of the next token is refused, for example because no cell is free; `finish_reason` is
-      the cause. No cell that a token may attend to is overwritten; other sequences continue.
+    - The plan of the next token is refused, for example because no cell is free. The `Reason` is in
+      `finish_reason`. No cell that a token may attend to is overwritten; other sequences continue.
     - An edit changed its last token in the cache since the state was made (`Reason.EDITED`).
 
     Args:

@@ -84,7 +84,7 @@ def generate(
       drafter: A `Drafter`, which drafts several tokens of each sequence per step; see `speculate`.
       on_tokens: Function called with a sequence id and its new tokens, once these are on the CPU.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`. With
-        a drafter, this number affects random samples and the counts of draft tokens.
+        a drafter, random samples and the counts of draft tokens depend on this number.
 
     Returns:
       A `DecodeResult`; the method `DecodeResult.lists` omits the padding of tokens. A sequence ends
@@ -194,7 +194,7 @@ def _fold_samples(
     seed: Integer[Array, ""] | Key[Array, ""],
     indices: tuple[Int32[Array, " T"], Int32[Array, " T"]],
 ) -> Key[Array, " T"]:
-    """Return keys with the prompt index folded in and, except for sample 0, the sample index."""
+    """Fold the prompt index into the seed of each sample, then the sample index unless it is 0."""
     fold = jax.vmap(jax.random.fold_in)
     prompt, sample = indices
     keys = fold(
@@ -206,7 +206,7 @@ def _fold_samples(
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Call `on_tokens` for each sequence; return the fields in `ROWS` and `COUNTS`."""
+    """Call `on_tokens` for sequences with new tokens; return the fields for `_join_calls`."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:

@@ -38,9 +38,8 @@ def prefill(
 
     Args:
       forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`; the ubatch is already
-        applied, and applying it again has no effect. A program for each ubatch shape is cached as
-        long as the function lives: pass the same function, or the same method of one object, every
-        time, and not a new lambda.
+        applied, and applying it again has no effect. Pass the same function, or the same method of
+        one object, in every call: a new lambda in each call would be compiled each time.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
@@ -150,9 +149,9 @@ def warm_up(
 ) -> Cache:
     """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
-    There is a program for each power of two up to `ubatch_size`. If `longest` is given, planning is
-    compiled too: a later `prefill` of one prompt compiles nothing if the prompt has at most
-    `longest` tokens and only its last token is an output. Other calls may compile small programs.
+    There is a program for each prompt length that is a power of two, up to `ubatch_size`. Planning
+    is compiled for prompts of up to `longest` tokens: a later `prefill` of one such prompt compiles
+    nothing, if only its last token is an output. Other calls may compile small programs.
 
     To compile a loop such as `decode`, call the loop once with a state without active sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.
@@ -162,11 +161,11 @@ def warm_up(
       params: Model parameters, any pytree.
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      sequences: Sequence ids of one batch. If the sequences are in several streams, or if there are
-        more than 8, call `warm_up` for each expected number of sequences.
-      longest: Maximum length of a single prompt whose planning is compiled.
-      donate: Value of `donate` in later calls of `prefill`. If False, the buffers are copied during
-        this call and need twice the memory.
+      sequences: Sequence ids of a later batch. If the ids are in several streams, or are more than
+        8, call `warm_up` once for each number of ids that later batches will have.
+      longest: Maximum length of prompts whose planning is compiled; by default, one ubatch.
+      donate: Value of `donate` in later calls of `prefill`. If False, this call copies the buffers,
+        and needs twice their memory.
 
     Raises:
       ValueError: If no sequence id is given, or an id is not in the cache.

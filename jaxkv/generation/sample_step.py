@@ -61,11 +61,11 @@ def init_decode(
     Args:
       cache: The cache after the prompts.
       logits: The result of `prefill`, or logits `[T, V]` of the last prompt token of each sequence.
-        Repeat the logits of a prompt for each fork (`jnp.repeat`).
+        For forks of a prompt, repeat the row of the prompt (`jnp.repeat`).
       tokens: `[T]`. First tokens that were sampled elsewhere and are not in the cache yet, instead
         of `logits`.
-      sequences: `[T]`. Sequence ids; not allowed with the result of `prefill`, which has ids. The
-        default is 0 for logits `[1, V]`, and 0 to T - 1 for given tokens.
+      sequences: `[T]`. Sequence ids; not allowed with the result of `prefill`, which has ids. By
+        default 0 to T - 1. Logits of several sequences require ids.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
@@ -218,7 +218,7 @@ def sample_next_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     active: Bool[Array, " T"],
 ) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
-    """Sample a token for each active sequence (-1: no token is allowed); end complete sequences."""
+    """Sample a token for each active sequence, or -1 if no token is allowed; update the state."""
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
     token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, state.draw_index))

@@ -43,10 +43,10 @@ def score(
 ) -> Float[Array, "T n"]:
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
-    A prompt, and the derivative of a prompt, are computed once for all texts that follow the
-    prompt. Without prompts, common prefixes of concrete texts are computed once: at most 3 prefixes
-    of a text, each at least 16 tokens longer than the previous prefix. Calls with lists share
-    a compiled program if the lists, and their common prefixes, have similar numbers and lengths.
+    Each prompt is computed once for all texts that follow the prompt, also for the derivative.
+    Without prompts, common prefixes of concrete texts are computed once. A text has at most 3 such
+    prefixes, each at least 16 tokens longer than the previous one. For lists, calls share a
+    compiled program if the numbers and the lengths of texts and of prefixes are similar.
 
     Args:
       forward: See `prefill`.
@@ -62,8 +62,8 @@ def score(
 
     Returns:
       Log-probabilities in float32: 0 for padding and for the first token of a text without a
-      prompt, NaN for a token whose logits have a NaN or +inf. If texts or prompts are traced, also
-      NaN for tokens past the vocabulary, and for all tokens of a text with an empty prompt. If
+      prompt, NaN for a token whose logits have a NaN or +inf. If texts or prompts are traced, the
+      result is also NaN for tokens past the vocabulary, and for texts with an empty prompt. If
       `texts` are lists, n is at least the length of the longest text.
 
     Raises:
@@ -123,7 +123,7 @@ def score(
 def _index_of_rows(
     rows: Int32[Array | np.ndarray, "T n"], of: TrieLevel | Int32[np.ndarray, "T m"]
 ) -> Int32[Array | np.ndarray, "T n"]:
-    """Return for each token of `rows` its index in the scored tokens; -1 for padding."""
+    """Return the index of each token of `rows` in the flat array of scores; -1 for padding."""
     xp = np if is_concrete(rows) else jnp
     valid = xp.asarray(rows) >= 0
     place = xp.maximum(xp.cumsum(valid, axis=1, dtype=np.int32) - 1, 0)
@@ -205,7 +205,7 @@ def _score_rows(
     place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
-    """Return log-probabilities of tokens of a level; logits row i is for token `order[i]`."""
+    """Return log-probabilities of a level's tokens; token `order[i]` has the output `logits[i]`."""
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(mode="fill", fill_value=-1)

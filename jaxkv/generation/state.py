@@ -41,7 +41,7 @@ class DecodeState:
     remaining: Number of tokens that may still be sampled.
     reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
     key: Random key of each sequence; each draw folds `draw_index` into the key.
-    draw_index: Index of the next draw, counted from the position of the first drawn token.
+    draw_index: Position of the first drawn token, plus the number of draws so far.
     follows: Hash of the last token in the cache, to detect edits of the sequence.
     sampler_state: State of the sampler.
     """

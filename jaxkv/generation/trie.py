@@ -52,7 +52,7 @@ class _Segment(NamedTuple):
 def trie_of_texts(
     texts: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
-    """Return the levels of Q texts, and for each token its index in the tokens of all levels.
+    """Return the levels of Q texts, and the index of each token in the flat tokens of all levels.
 
     >>> levels, index = trie_of_texts([np.arange(24), np.arange(20)])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -94,7 +94,7 @@ def trie_of_prompts(
 def _segments_by_level(
     texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """Return segments and parents by level; a segment has the lowest sequence id of its texts."""
+    """Return segments and parents of each level; a segment runs in the lowest of its sequences."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []

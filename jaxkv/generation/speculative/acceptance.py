@@ -25,7 +25,7 @@ def verify_draft(
     state: DecodeState,
     ok: Bool[Array, " T"],
 ) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
-    """Verify n draft tokens; sample a token in place of each of them, and one after the draft.
+    """Accept or replace each of n draft tokens, and sample one token after the draft.
 
     The returned mask is True for tokens that follow only accepted tokens. The returned sampler
     state includes only the tokens in the mask.
@@ -78,10 +78,11 @@ def verify_branches(
     PyTree,
     Int32[Array, " T"],
 ]:
-    """Verify k branches of n draft tokens; return as `verify_draft`, and also the selected branch.
+    """Verify k branches of n draft tokens as `verify_draft` does; also return the selected branch.
 
-    The logits `[T, 1 + k * n, V]` are of the last sampled token, then of the tokens of each branch.
-    If branches share a token, only the logits of the first of these branches are read.
+    For each sequence, the first logits are of the last sampled token, and the next k * n logits are
+    of the draft tokens, branch by branch. If branches share a token, only the logits of the first
+    of these branches are read.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -129,10 +130,11 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first accepted token of k branches (-1: none), and the logits of a replacement.
+    """Return the first accepted token of k branches, -1 if none, and logits for a replacement.
 
-    After a rejection, the model probabilities p become max(p - q, 0). The token is removed from the
-    draft probabilities q: draws are without replacement (Jeon et al., 2024, arXiv:2402.14160).
+    After each rejection, the model probabilities p become max(p - q, 0), normalised. The rejected
+    token is removed from the draft probabilities q, since draft tokens are drawn without
+    replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)

@@ -30,8 +30,8 @@ class DraftTokens(NamedTuple):
 
     tokens: `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
-    adjusted: float32. Adjusted logits from which tokens were drawn; None if not drawn at random. If
-      branches share first tokens, their next tokens are draws without replacement, in branch order.
+    adjusted: float32. Adjusted logits from which tokens were drawn; None if not drawn at random.
+      Branches with equal first tokens draw their next tokens without replacement, in branch order.
     """
 
     tokens: Int32[Array, "T *k n"]

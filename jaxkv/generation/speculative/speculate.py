@@ -110,8 +110,9 @@ def speculate(
     too few free cells for a draft, the sequence continues without drafts. If the next token has no
     free cell, the sequence ends as in `decode`.
 
-    During a step, each branch needs a sequence: the sequence of the draft, or an empty sequence of
-    the same stream. If too few sequences are empty when the call starts, there are fewer branches.
+    During a step, one branch is in the drafted sequence, and each other branch needs an empty
+    sequence of the same stream. If too few sequences are empty when the call starts, there are
+    fewer branches.
 
     Args:
       forward: See `prefill`.
@@ -128,8 +129,8 @@ def speculate(
 
     Raises:
       ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
-      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
-        sequences, or a stream for each sequence.
+      ValueError: If there are several branches, and the cache has recurrent states, or fewer than
+        `T * k` sequences, or only one sequence in each stream.
       ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
       ValueError: If the drafter or its cache has another number of sequences, or was donated.
       TypeError: If the drafter, the sampler or the state has the wrong type.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class TreeNodes(NamedTuple):
     """Tokens that the branches of T sequences share.
 
-    owns: `owns[t, i, j, m]` is True if branches i and m of sequence t have equal tokens 0 to j.
-    first: Tokens that are in no earlier branch and must be computed.
+    owns: `owns[t, i, j, m]` is True if tokens 0 to j are equal in branches i and m of sequence t.
+    first: True for tokens to compute: no earlier branch shares these tokens.
     """
 
     owns: Bool[Array, "T k n k"]
@@ -102,9 +102,9 @@ def plan_tree(
 ) -> Plan:
     """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
-    The table is from `fork_branches`. Sequence ids ascend; a missing branch has the id Q. Outputs
-    `[T, 1 + k * n]` are of the last sampled token, then of the tokens of each branch. If branches
-    share a token, only the output of the first of these branches is defined.
+    The table is the result of `fork_branches`. Sequence ids ascend; a missing branch has the id Q.
+    The 1 + k * n outputs of a sequence are of the last sampled token, then of the draft tokens,
+    branch by branch. If branches share a token, only the output of the first of them is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
@@ -133,7 +133,7 @@ def plan_tree(
 def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
-    """Return token indices in one row, or in a row for each branch, padded with NO_SLOT."""
+    """Return token indices in one row or, with `single_sequence_rows`, a padded row per branch."""
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]
