@@ -28,7 +28,7 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Return slots for `demand[s]` tokens of each stream s, followed by N in further entries."""
+    """Return slots for tokens of each stream s; only the first `demand[s]` entries are valid."""
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(

@@ -150,7 +150,7 @@ def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the largest position of each sequence in `asked`; -1 for an empty sequence."""
+    """Return the largest position of each sequence for which `asked` is True; -1 if it is empty."""
     # The result of a sequence that is not in `asked` may be -1.
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
@@ -172,7 +172,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return last positions, `[S, W, WORD]`, for words in `asked`, reading `size` cells at once."""
+    """Return last positions `[S, W, WORD]` in words where `asked`, `[W]`, is True."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -211,8 +211,8 @@ def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range.
 
-    A cell without owners becomes empty. If the range ends at or after `evicted_below`,
-    `evicted_below` becomes at most `start`.
+    A cell without owners becomes empty. If the range reaches up to `evicted_below`, its
+    positions no longer count as evicted: `evicted_below` is lowered to `start`.
     """
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
     gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
@@ -308,7 +308,7 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 
 
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether each sequence and its partner, an index in the stream, own the same cells."""
+    """Return whether each sequence owns the same cells as its partner (an index in the stream)."""
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
@@ -351,12 +351,12 @@ def hash_cells(
     cell_hash: UInt32[Array, "*#n"],
     owners: UInt32[Array, "*#n W"],
 ) -> UInt32[Array, "*#n"]:
-    """Return the summand of each cell in `stream_hash`; the last axis of owners is W."""
+    """Return the number that each cell adds to `stream_hash`; the last axis of `owners` is W."""
     return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return `old` with updated `cell_hash` and `written`, and whether its cells are unchanged."""
+    """Return `old` with new `cell_hash` and `written`, and whether its keys are still stored."""
     # The cells are unchanged if all used cells of `old` still contain the same keys and values.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
@@ -374,7 +374,7 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
 
 
 def is_layer_incomplete(cells: Cells) -> jax.Array:
-    """Return which layers lack tokens of each stream, `[S, L]` bool; NumPy arrays work too."""
+    """Return which layers lack tokens of a stream, `[S, L]` bool; NumPy input also works."""
     return (cells.written != cells.history[:, 1:]) & ~is_cell_empty(cells).all(
         axis=1, keepdims=True
     )

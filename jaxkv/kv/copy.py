@@ -1,4 +1,4 @@
-"""Copies between streams of one sequence each; see `copy_pooled` for shared streams."""
+"""Copies between streams that have one sequence each. For other streams, see `copy_pooled`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """If `does` is True, replace stream `dst` by a range of the only stream in `source`."""
+    """If `does` is True, replace stream `dst` by a range of `source`, a table of one stream."""
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)

@@ -69,7 +69,8 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    left: Table after cells are shared and targets of copies are emptied, before cells are copied.
+    left: Table in which cells are already shared and targets of copies are empty; no cell is
+      copied yet.
     arriving: Table of the copied tokens, with the new owners and the fields of the original cells.
     origin: Index of each cell to copy, stream * N + cell. The first `need.demand[s]` entries of
       stream s are valid, also in `slots` and `arriving`.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CrossAttentionSlots(NamedTuple):
-    """Slots of decoder tokens: 0 for a token that attends, past the last cell for other tokens."""
+    """Slots of decoder tokens, which use no cells: 0 if a token attends, else past all cells."""
 
     looks: Int32[Array, "R T"]
 
@@ -58,7 +58,7 @@ class CrossAttentionTable(CellTable):
         return np.ones(self.streams, bool)
 
     def slots_when_skipped(self, ubatch: Ubatch) -> CrossAttentionSlots:
-        """Return slots of decoder tokens, with which all valid tokens attend to their sources."""
+        """Return slots for decoder tokens: 0 for valid tokens, past the last cell for padding."""
         looks = out_of_range_slots(ubatch.positions)
         return CrossAttentionSlots(jnp.where(ubatch.valid, 0, looks))
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
-    """Return which used cells are outside the window of every owner's next token."""
+    """Return which used cells are outside the window of the next token of each of their owners."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
     if cells.sequences_per_stream == 1:
@@ -55,7 +55,7 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Remove each owner of an `evicted` cell from that cell and from the owner's earlier cells."""
+    """Remove each owner from its `evicted` cells, and from its cells at lower positions."""
     # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
@@ -79,7 +79,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return which indices in a stream, `[Q // S]`, belong to a sequence that owns a given cell."""
+    """Return for each index i, `[Q // S]`, whether sequence i of any stream owns a given cell."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
@@ -109,7 +109,7 @@ def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[A
 
     A sequence can continue if its next token attends to no evicted position. The position of the
     next token must be certain: one past a present token, or one past the last evicted token. The
-    argument `tip` is the position, after the edit, of the token that was at `evicted_below - 1`.
+    edit moves the last evicted token of a sequence from `evicted_below - 1` to position `tip`.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -152,7 +152,7 @@ def can_resume_after_copy(
 
 
 def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return whether sequences can continue; `certain` is whether a token at `mark - 1` existed."""
+    """Return whether sequences can continue; `certain` means that a token was at `mark - 1`."""
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 

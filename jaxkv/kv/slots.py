@@ -209,7 +209,7 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for `total` tokens, which `turn` numbers from 1.
+    """Choose slots in a stream for `total` tokens; `turn` is the number of each token, from 1.
 
     A token that gets no cell has a slot past the last cell. The returned flag is True if placement
     is contiguous and the number of open cells is sufficient, even if no run is long enough.
@@ -347,6 +347,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows have no slots, or a stream of which the layer wrote all tokens."""
+    """Return whether a layer wrote all tokens of each row's stream; True for rows without slots."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)
