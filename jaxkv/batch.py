@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Batch:
     """Tokens for `init_batch`, as a flat list `[B]` or as rows `[R, T]`; see `make_batch`.
 
-    A JAX array that is passed to `make_batch` stays one; other inputs become NumPy arrays.
+    The function `make_batch` keeps JAX arrays, and converts all other inputs to NumPy arrays.
 
     tokens: token ids; None if the batch has embeddings.
     embeddings: embedding of each token; None if the batch has token ids.

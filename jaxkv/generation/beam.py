@@ -180,9 +180,8 @@ def beam(
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
       hypothesis i. An unfinished hypothesis lacks only its last token. A finished hypothesis lacks
       all tokens after its longest common prefix with a beam of the last step. To continue
-      hypothesis i, compute its tokens from index `num_cached[i]` on. If `seq_rm` at this index is
-      refused (no state is stored, or cells are evicted), the sequence is empty and `num_cached[i]`
-      is -1.
+      hypothesis i, compute its tokens from index `num_cached[i]` on. If this index is impossible
+      (no state is stored, or cells are evicted), the sequence is empty and `num_cached[i]` is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.

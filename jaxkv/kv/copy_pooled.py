@@ -69,8 +69,7 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    left: Table in which cells are already shared and targets of copies are empty; no cell is
-      copied yet.
+    left: Table in which cells are shared and copy targets are empty, but no cell is copied yet.
     arriving: Table of the copied tokens, with the new owners and the fields of the original cells.
     origin: Index of each cell to copy, stream * N + cell. The first `need.demand[s]` entries of
       stream s are valid, also in `slots` and `arriving`.

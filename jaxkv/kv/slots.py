@@ -58,7 +58,7 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of the sequences in `present`; their last positions may be evicted."""
+    """Return the status of the sequences in `present`; `last` may be an evicted position."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )

@@ -80,9 +80,8 @@ def verify_branches(
 ]:
     """Verify k branches of n draft tokens as `verify_draft` does; also return the selected branch.
 
-    For each sequence, the first logits are of the last sampled token, and the next k * n logits are
-    of the draft tokens, branch by branch. If branches share a token, only the logits of the first
-    of these branches are read.
+    The 1 + k * n logits of a sequence are of the last sampled token, then of the draft tokens,
+    branch by branch. If branches share a token, only the logits of the first of them are read.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]

@@ -110,9 +110,8 @@ def speculate(
     too few free cells for a draft, the sequence continues without drafts. If the next token has no
     free cell, the sequence ends as in `decode`.
 
-    During a step, one branch is in the drafted sequence, and each other branch needs an empty
-    sequence of the same stream. If too few sequences are empty when the call starts, there are
-    fewer branches.
+    In a step, one branch is in the drafted sequence, and each other branch needs an empty sequence
+    of the same stream. If too few sequences are empty when a call starts, there are fewer branches.
 
     Args:
       forward: See `prefill`.
