@@ -36,7 +36,7 @@ class CacheSpec:
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
     layers: L, the number of layers; for a hybrid spec, one more than the highest layer number.
     kv_heads, head_dim: K and D, the number of key/value heads and the size of a key.
-    value_dim: Dv, the size of a value; a `ValueSlice` if values are slices of the keys.
+    value_dim: Dv, the size of a value; a `ValueSlice` if each value is a slice of its key.
     window: `Window` of all layers; None for no limit.
     rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
     states: name, shape and dtype of each state, ordered by name.
@@ -128,11 +128,11 @@ class CacheSpec:
     ) -> CacheSpec:
         """Return the spec of recurrent layers.
 
-        The cache has cells for E + 1 states of each sequence, so that a batch always fits. E is
-        `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share states; a
-        shared state is never overwritten. `seq_pos_min` returns the position of the oldest stored
-        state. For the effects of edits on recurrent states, see `seq_rm`, `seq_cp`, `seq_add` and
-        `seq_div`.
+        A batch always fits, since the cache has cells for E + 1 states of each sequence. E is the
+        argument `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share
+        states; a shared state is never overwritten. `seq_pos_min` returns the position of the
+        oldest stored state. The functions `seq_rm`, `seq_cp`, `seq_add` and `seq_div` describe
+        their effects on states.
 
         A cache can serve as a checkpoint until its buffers are donated. An edited cache has the
         same buffers as the cache before the edit, so a donation invalidates both. To keep a state
@@ -203,10 +203,10 @@ class CacheSpec:
         sequence then attends to the whole source of the sequence, regardless of positions. Without
         a source, the output is zero.
 
-        `seq_cp` and `seq_select` also copy the source. The target loses its own source, unless the
-        range of `seq_cp` is empty. Sequences of one stream then share the copied source.
-        `seq_rm` removes the source only with the whole sequence. Shifts, `seq_pos_min` and
-        `seq_pos_max` ignore sources.
+        `seq_cp` and `seq_select` replace the source of the target by the source of the copied
+        sequence. If the range of `seq_cp` is empty, the target keeps its source. After a copy,
+        sequences of one stream share the source. `seq_rm` removes the source only if it removes the
+        whole sequence. Shifts, `seq_pos_min` and `seq_pos_max` ignore sources.
 
         The arguments are those of `CacheSpec.attention`, but `value_dim` must not be a slice.
 
@@ -253,8 +253,8 @@ class CacheSpec:
           ValueError: If there are no parts, or a part does not have one distinct number for each
             layer.
           ValueError: If a layer is in several parts with keys, or in several parts with states.
-          ValueError: If there are several `cross_attention` parts, if the only part is one, or if a
-            hybrid part contains one.
+          ValueError: If there are several `cross_attention` parts, or one without other parts, or
+            one inside of a hybrid part.
 
         Examples:
           Layers 0, 1, 3 and 4 have a window of 4 positions; layers 2 and 5 have no window:
@@ -304,7 +304,7 @@ class CacheSpec:
         )
 
     def _array_kinds_of_layer(self, number: int) -> list[str]:
-        """Return "keys" or "states" for each part that stores arrays for a layer."""
+        """For each part that serves a layer, return which arrays it stores, "keys" or "states"."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
@@ -348,7 +348,7 @@ def _collapse_if_equal(values: tuple[X, ...]) -> X | tuple[X, ...]:
 
 
 def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object, ...]:
-    """Return a tuple with one value for each layer; raise if the number of values differs."""
+    """Return one value or a list as a tuple of L values; raise if a list has another length."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * layers
     if len(values) != layers:
         raise ValueError(
@@ -387,7 +387,7 @@ def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | Value
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
-    """Raise if a rope does not fit the keys of a layer, or rotates values that are key slices."""
+    """Raise if a rope does not fit the keys, or rotates numbers that are also the value."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
             f"expected a rope or None, got {rope!r}; make one, as Rope.make(head_dim, base=10000.0)"

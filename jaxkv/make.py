@@ -37,6 +37,7 @@ def make_cache(
     max_rollback: ByPart[int | None] = None,
     placement: ByPart[str] = "any",
     stacked: ByPart[bool] = False,
+    heads_per_row: ByPart[int | None] = None,
     mesh: Mesh | None = None,
     sharding_rules: ShardingRules | None = None,
 ) -> Cache:
@@ -83,18 +84,22 @@ def make_cache(
         values. All layers must have equal sizes. The cache can be the carry of a `jax.lax.scan`
         over layers, which compiles only one layer: `attend`, `write_kv` and `read_kv` accept a
         traced int32 layer number. Calls with a number out of range write nothing and return NaN.
+      heads_per_row: n, the number of neighbouring heads that an array stores as one head of size n
+        * D; without effect on the results of functions. By default 128 / D on a TPU if the layers
+        allow it, since a TPU writes heads of fewer than 128 numbers slowly; otherwise 1.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:
-      The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`. A
+      The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or
+        `[S, K / n, N, n * D]` and `[S, K / n, N, n * Dv]` with n heads per row. A
       recurrent layer has states `[S, n, ...]`, where n is Q / S * (E + 1).
 
     Stacked caches have these costs, measured in `docs/performance.md`:
 
     - A write copies all layers in three cases: outside of `jit`; on a CPU with bfloat16 or float8
-      before jax 0.12; on a TPU with head sizes below 128.
+      before jax 0.12; on a TPU with rows of fewer than 128 numbers.
     - In a gradient with respect to the buffers, each layer adds an array of the size of all layers.
     - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy the layer
       before they read it.
@@ -109,6 +114,8 @@ def make_cache(
       ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
       ValueError: If the dtype has 8 bits and values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes or ropes.
+      ValueError: If `heads_per_row` is above 1, and does not divide a number of heads, or the dtype
+        has 8 bits, or values are slices of the keys.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
       ValueError: If an axis would split two dimensions, or `sharding_rules` are without a mesh.
@@ -144,21 +151,26 @@ def make_cache(
         "max_rollback": max_rollback,
         "placement": placement,
         "stacked": stacked,
+        "heads_per_row": heads_per_row,
     }
-    make = partial(_make_from_spec, spec, pools, by_part)
+    rules = ShardingRules() if sharding_rules is None else sharding_rules
+    devices = jax.device_count() if mesh is None else rules.devices(mesh, "kv_heads")
+    make = partial(_make_from_spec, spec, pools, by_part, devices)
     if mesh is not None:
-        return make_sharded(make, mesh, sharding_rules)
+        return make_sharded(make, mesh, rules)
     if spec.parts:
         jax.eval_shape(make)  # raises for any part before the first is made
     return make()
 
 
-def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> Cache:
+def _make_from_spec(
+    spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any], devices: int
+) -> Cache:
     """Make a cache, or each part of a hybrid cache, from the options of `make_cache`."""
     if spec.parts:
         return compose_hybrid_cache(
             *(
-                (_make_from_spec(part, pools, kwargs), layers)
+                (_make_from_spec(part, pools, kwargs, devices), layers)
                 for (part, layers), kwargs in zip(
                     spec.parts, _split_options(spec, options), strict=True
                 )
@@ -176,10 +188,10 @@ def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[
             return make_recurrent_cache(spec, max_rollback=max_rollback, **pools)
         case "cross_attention":
             of_sources = {**options, "placement": "any", "stacked": False}
-            cache = make_attention_cache(spec, **pools, **of_sources)
+            cache = make_attention_cache(spec, **pools, **of_sources, devices=devices)
             return merge(as_source_table(cache.table), cache.buffers)
         case _:
-            return make_attention_cache(spec, **pools, **options)
+            return make_attention_cache(spec, **pools, **options, devices=devices)
 
 
 def _split_options(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:

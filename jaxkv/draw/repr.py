@@ -98,11 +98,11 @@ def fields_repr(value: Any) -> str:
 
 
 def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
-    """Return kind and sizes of a cache, using only trailing axes: `vmap` adds leading axes."""
+    """Return kind and sizes of a cache, read from the last axes, since `vmap` adds first axes."""
     size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
     match table:
         case CellTable():
-            heads = {k.shape[-3] for k in buffers.k}
+            heads = {heads for heads, _, _ in buffers.head_sizes}
             sizes: dict[str, object] = {
                 "layers": buffers.layers,
                 "cells": table.position.shape[-1],

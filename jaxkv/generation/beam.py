@@ -43,7 +43,7 @@ class BeamTexts(NamedTuple):
 
 
 class BeamSearch(NamedTuple):
-    """State of a search; `living` (unfinished) is ordered by score, `ended` by normalised score."""
+    """State of a search: unfinished hypotheses by score, finished ones by normalised score."""
 
     living: BeamTexts
     ended: BeamTexts
@@ -83,7 +83,7 @@ def select_best_texts(
 
 def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
     """Return whether an unfinished hypothesis can still become one of the W best."""
-    # Scores never increase: the bound is the present score at the most favourable length.
+    # Scores never increase, so the present score at the most favourable length is an upper bound.
     living, steps = search.living, search.living.tokens.shape[1]
     length = jnp.where(length_penalty >= 0, steps, search.length)
     reach = _normalised_scores(
@@ -178,10 +178,10 @@ def beam(
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. An unfinished hypothesis lacks only its last token. A finished hypothesis lacks
-      all tokens after its longest common prefix with a beam of the last step. To continue
-      hypothesis i, compute its tokens from index `num_cached[i]` on. If this index is impossible
-      (no state is stored, or cells are evicted), the sequence is empty and `num_cached[i]` is -1.
+      hypothesis i. If the hypothesis is unfinished, only its last token is missing. If it is
+      finished, its longest common prefix with a beam of the last step is cached. To continue
+      hypothesis i, compute its tokens from index `num_cached[i]` on. If the sequence cannot be cut
+      there (no state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.

@@ -100,7 +100,7 @@ def self_extend(
     recomputed. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
-    After `self_extend`, `can_seq_add` is False for ranges with tokens: positions are not unique.
+    After a grouping, positions are not unique, and `can_seq_add` is False for ranges with tokens.
 
     Args:
       cache: A cache without recurrent states.

@@ -62,7 +62,7 @@ def decode(
     - No token is allowed, or a logit is NaN or +inf.
     - The plan of the next token is refused, for example because no cell is free. The `Reason` is in
       `finish_reason`. No cell that a token may attend to is overwritten; other sequences continue.
-    - An edit changed its last token in the cache since the state was made (`Reason.EDITED`).
+    - Since the state was made, an edit changed the last cached token (`Reason.EDITED`).
 
     Args:
       forward: See `prefill`.

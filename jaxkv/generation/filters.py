@@ -224,7 +224,7 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
-    """Return a mask of the highest logits: only as many as reach a total weight of `min_weight`.
+    """Return a mask of the fewest highest logits with a total weight of at least `min_weight`.
 
     Equal logits have equal mask values. If the sum of all weights is lower, all values are True.
     """

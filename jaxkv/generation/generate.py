@@ -39,7 +39,7 @@ ROWS = {"tokens": -1, "logprobs": 0}
 COUNTS = ("num_model_steps", "num_drafted", "num_accepted")
 """Fields of `DecodeResult` with a count for each sequence."""
 ROUND = 64
-"""The number of cells is rounded up to a multiple, so that similar lengths share programs."""
+"""The number of cells is a multiple of `ROUND`, so that similar lengths share programs."""
 
 
 def generate(
@@ -96,7 +96,8 @@ def generate(
       ValueError: If there is no prompt or an empty prompt, or a list contains a negative token.
       ValueError: If a count is below 1, a seed is out of range, or the number of seeds is wrong.
       ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
-      ValueError: If sequences are too few, or `make_cache`, `decode` or `speculate` would raise.
+      ValueError: If `cache` has too few sequences.
+      ValueError: If `make_cache`, `decode` or `speculate` would raise.
       TypeError: If tokens, counts or seeds are not integers, or the drafter is not a `Drafter`.
 
     Examples:

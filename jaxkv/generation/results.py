@@ -42,7 +42,7 @@ class DecodeResult(NamedTuple):
     tokens: Sampled tokens; -1 after the end. None if tokens were passed to `init_decode`.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
       of a sequence. NaN if a logit of NaN or +inf ended the sequence.
-    num_model_steps: Number of model steps with the sequence active, refused steps included.
+    num_model_steps: Number of model steps while the sequence was active, with refused steps.
     num_drafted: Number of draft tokens of each sequence.
     num_accepted: Number of accepted draft tokens, stop tokens included.
     drafter: The drafter for the next call of `speculate`.

@@ -203,7 +203,7 @@ def _sample_first_tokens(
 ) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
     """Run `sample_first_tokens` under `jit_table`."""
     del table  # `jit_table` reads its mesh
-    # The sampled token has the position of `state.token`, one before that of the next draw.
+    # `draw_index` is for the token after `state.token`, but here `state.token` itself is drawn.
     state = replace(state, draw_index=state.draw_index - 1)
     state, token, logprob = sample_next_tokens(
         sampler.value, logits, state, stop_tokens, state.remaining > 0

@@ -44,9 +44,10 @@ def score(
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
     Each prompt is computed once for all texts that follow the prompt, also for the derivative.
-    Without prompts, common prefixes of concrete texts are computed once. A text has at most 3 such
-    prefixes, each at least 16 tokens longer than the previous one. For lists, calls share a
-    compiled program if the numbers and the lengths of texts and of prefixes are similar.
+    Common prefixes of concrete prompts, or of concrete texts without prompts, are also computed
+    once: at most 3 for each prompt or text, each at least 16 tokens longer than the previous one.
+    Calls with lists share a compiled program if they have equal numbers of texts, and equal numbers
+    and lengths of prefixes and lengths of texts after rounding up.
 
     Args:
       forward: See `prefill`.

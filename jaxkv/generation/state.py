@@ -42,7 +42,7 @@ class DecodeState:
     reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
     key: Random key of each sequence; each draw folds `draw_index` into the key.
     draw_index: Position of the first drawn token, plus the number of draws so far.
-    follows: Hash of the last token in the cache, to detect edits of the sequence.
+    follows: Hash of the last cached token of each sequence, to detect edits.
     sampler_state: State of the sampler.
     """
 
@@ -112,7 +112,7 @@ def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
 
 
 def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
-    """End sequences whose last cached token was replaced (reason EDITED); shifts do not count."""
+    """End sequences whose last cached token has changed (reason EDITED); shifts do not count."""
     _, same = table.compare_last_tokens(state.sequence, state.follows)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)

@@ -23,6 +23,7 @@ from jaxkv.core.partitioning import (
     map_shards,
     to_local_index,
 )
+from jaxkv.ops.head_rows import join_heads
 from jaxkv.ops.layer_stack import LayerView, flatten_layers, make_layer_view, map_arrays
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored, dequantised_dtype, quantise_like
@@ -49,17 +50,21 @@ class Buffers:
     """Keys and values of all cells, for each layer.
 
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
-      L + l is stream s of layer l. A key is rotated for its cell's position minus its cell's shift.
-    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`.
+      L + l is stream s of layer l. A key is rotated for the position of its cell minus the shift of
+      the cell. With n heads per row, K / n instead of K, and n * D instead of D.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. With n heads
+      per row, K / n instead of K, and n * Dv instead of Dv.
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
       if the cache was made without `rope=`.
     stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
+    heads_per_row: n, the number of heads in a row of an array, static; see `ops.head_rows`.
     """
 
     k: tuple[Stored, ...]
     v: tuple[Values, ...]
     ropes: tuple[Rope | NotGiven | None, ...] = field(metadata={"static": True})
     stacked: bool = field(default=False, metadata={"static": True})
+    heads_per_row: int = field(default=1, metadata={"static": True})
 
     @property
     def layers(self) -> int:
@@ -77,8 +82,19 @@ class Buffers:
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Return `of_layer(k, v)` for each layer; if stacked, the same result for all layers."""
+        """Return a list of `of_layer(k, v)` for each layer; if stacked, L times one result."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
+
+    @property
+    def head_sizes(self) -> list[tuple[int, int, int | ValueSlice]]:
+        """K, D and Dv of each layer, with the slice of the keys in place of Dv if there is one."""
+
+        def of_layer(k: Stored, v: Values) -> tuple[int, int, int | ValueSlice]:
+            value = v if isinstance(v, ValueSlice) else v.shape[-1] // n
+            return k.shape[-3] * n, k.shape[-1] // n, value
+
+        n = self.heads_per_row
+        return self.map_layers(of_layer)
 
     def layer(self, number: int | jax.Array) -> LayerKV:
         """Return the keys and values of a layer; a `LayerView` of each if layers are stacked."""
@@ -104,7 +120,7 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return the sizes that a mesh may split, by rule name, for an array of `depth` layers."""
+    """Return sizes of an array of `depth` layers by the field of `ShardingRules` that splits it."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -161,8 +177,9 @@ def map_kv(
 ) -> Buffers:
     """Replace the keys and values on each device by the result of the function `change`.
 
-    The function gets a device's shard of all layers, or of one layer at a time if stacked. The
-    first `by_stream` arguments are `[S, ...]` and split by streams; other arguments are replicated.
+    The function gets a device's shard of all layers, or of one layer at a time if stacked. On a
+    mesh, the first `by_stream` arguments `[S, ...]` are split like the streams. All other arguments
+    are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -196,7 +213,9 @@ def write_keys_and_values(
         k = values.nan_unless_finite(k.astype(dequantised_dtype(keys)))
         return write_cells(keys, streams[:, None], slots, k), values
     assert v is not None
-    k, v = k.astype(dequantised_dtype(keys)), v.astype(dequantised_dtype(values))
+    n = k.shape[2] // keys.shape[1]
+    k = join_heads(k.astype(dequantised_dtype(keys)), n)
+    v = join_heads(v.astype(dequantised_dtype(values)), n)
     # x - x is NaN if x is not finite, else 0; a sum of these differences is faster than `all`.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
@@ -304,8 +323,8 @@ def copy_cell_run(
 ) -> Cached:
     """Copy a run of contiguous cells from one stream to the same cells of another stream.
 
-    Stream indices are global, cell indices are local to the device's shard. If a mesh splits cells,
-    cells from `end` on are unchanged.
+    The stream indices `src` and `dst` are global. The cell indices `first` and `end` are indices in
+    the shard of the device. If a mesh splits cells, only cells below `end` are copied.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
@@ -339,7 +358,7 @@ def copy_cell_run(
 
 
 def _replace_array(array: A, new: PyTree) -> A:
-    """Return `new`, as the field `all` of a `LayerView` if `array` is a `LayerView`."""
+    """Return `new`; if `array` is a `LayerView`, return the view with `new` as its field `all`."""
     if isinstance(array, LayerView):
         return replace(array, all=new)
     return new
@@ -378,7 +397,7 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 
 
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement the function `scatter` with one pass over all cells, of all layers if stacked."""
+    """Implement `scatter` by a select that rewrites all cells, of all layers if stacked."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)

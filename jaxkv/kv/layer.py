@@ -40,6 +40,7 @@ from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
 from jaxkv.ops.attention.dispatch import Implementation
 from jaxkv.ops.attention.softmax import AttentionOptions, make_options, merge_over_devices
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
+from jaxkv.ops.head_rows import pad_queries, split_rows_of_cells, take_own_heads
 from jaxkv.ops.layer_stack import LayerView, gather_streams
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import codes_and_scales, dequantise
@@ -70,11 +71,12 @@ def attend(
 ) -> tuple[C, Buffers, Float[Array, "R T H Dv"]]:
     """Implement `jaxkv.attend` for attention layers."""
     layer_kv = _get_layer_kv(buffers, layer)
-    new = () if k is None and v is None else _check_kv(ubatch, layer_kv, k, v)
+    n = buffers.heads_per_row
+    new = () if k is None and v is None else _check_kv(ubatch, layer_kv, k, v, n)
     _check_array("q", q)
     if sinks is not None:
         _check_array("sinks", sinks)
-    heads, size = layer_kv[0].shape[1], layer_kv[0].shape[3]
+    heads, size = layer_kv[0].shape[1] * n, layer_kv[0].shape[3] // n
     if (
         q.ndim != 4
         or (*q.shape[:2], q.shape[3]) != (*ubatch.valid.shape, size)
@@ -90,13 +92,13 @@ def attend(
             raise ValueError(f"expected one scale, got the shape {scale.shape}; pass a scalar")
         q = jnp.asarray(q)
         q, scale = q * _check_array("scale", scale).astype(q.dtype), 1.0
-    options = make_options(scale, softcap, sinks)
+    options = make_options(size**-0.5 if scale is None else scale, softcap, sinks)
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     arrays = new, q, options, added, visible_until
     mark = table.written[:, layer]
     mark, layer_kv, out = _attend_layer(
-        table, ubatch, layer_kv, mark, *arrays, causal, implementation
+        table, ubatch, layer_kv, mark, *arrays, causal, implementation, n
     )
     if not new:
         return table, buffers, out
@@ -113,9 +115,8 @@ def write_kv(
 ) -> tuple[C, Buffers]:
     """Implement `jaxkv.write_kv` for attention layers."""
     layer_kv = _get_layer_kv(buffers, layer)
-    mark, layer_kv = _write_layer(
-        table, ubatch, layer_kv, table.written[:, layer], _check_kv(ubatch, layer_kv, k, v)
-    )
+    new = _check_kv(ubatch, layer_kv, k, v, buffers.heads_per_row)
+    mark, layer_kv = _write_layer(table, ubatch, layer_kv, table.written[:, layer], new)
     return _with_layer_history(table, layer, mark), buffers.with_layer(layer, *layer_kv)
 
 
@@ -131,11 +132,12 @@ def read_kv(
     """Implement `jaxkv.read_kv` for attention layers."""
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     layer_kv = _get_layer_kv(buffers, layer)
-    return _visible_kv(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
+    mark, n = table.written[:, layer], buffers.heads_per_row
+    return _visible_kv(table, ubatch, layer_kv, mark, visible_until, causal, n)
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
-    """Return the table with `mark`, `[S]` uint32, in the field `written` of one layer."""
+    """Set the column of one layer in the field `written` to `mark`, `[S]` uint32."""
     written = table.written
     if is_traced(layer):
         here = jnp.arange(written.shape[1]) == layer  # all False for a layer out of range
@@ -167,7 +169,7 @@ def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
 
 
 def _check_kv(
-    ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object
+    ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object, heads_per_row: int
 ) -> tuple[jax.Array | np.ndarray, ...]:
     """Check the new keys and values; return only the keys if values are slices of the keys."""
     keys, values = layer_kv
@@ -189,7 +191,8 @@ def _check_kv(
     new_kv = ()
     for name, size, array, old in entries:
         new = _check_array(name, array)
-        shape = (*ubatch.valid.shape, old.shape[1], old.shape[3])
+        n = heads_per_row
+        shape = (*ubatch.valid.shape, old.shape[1] * n, old.shape[3] // n)
         if new.shape != shape:
             raise ValueError(
                 f"expected {name} [R, T, K, {size}] of {shape}, got {new.shape}; tokens come "
@@ -303,7 +306,7 @@ def _write_layer(
     return run(table, ubatch, layer_kv, mark, new)
 
 
-@partial(jax.jit, static_argnames="causal")
+@partial(jax.jit, static_argnames=("causal", "heads_per_row"))
 def _visible_kv(
     table: Cells,
     ubatch: Ubatch,
@@ -311,6 +314,7 @@ def _visible_kv(
     mark: jax.Array,
     visible_until: jax.Array | None,
     causal: bool,
+    heads_per_row: int,
 ) -> KVView:
     """Return the keys and values of the stream of each list of tokens, see `jaxkv.read_kv`."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
@@ -351,6 +355,7 @@ def _visible_kv(
         current, whole = jnp.all(flags, axis=2)[..., None, None]
         keys = dequantise(keys)
         values = values.slice_values(keys) if isinstance(values, ValueSlice) else dequantise(values)
+        keys, values = (split_rows_of_cells(x, heads_per_row) for x in (keys, values))
         keys = jnp.where(whole[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
@@ -363,7 +368,7 @@ def _visible_kv(
     return KVView(*run(table, ubatch, layer_kv, mark, visible_until))
 
 
-@partial(jax.jit, static_argnames=("causal", "implementation"))
+@partial(jax.jit, static_argnames=("causal", "implementation", "heads_per_row"))
 def _attend_layer(
     table: Cells,
     ubatch: Ubatch,
@@ -376,6 +381,7 @@ def _attend_layer(
     visible_until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
+    heads_per_row: int,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
     """Write new keys and values, if any, into a layer, and attend; traced once for all layers."""
     # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
@@ -419,10 +425,12 @@ def _attend_layer(
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
         visibility = replace(visibility, bias=bias)
         layer_kv = _write_local_kv(split, layer_kv, ubatch, where, new)
-        lists = q.reshape(*visibility.at.shape, *q.shape[2:])
+        rows = layer_kv[0].shape[1], heads_per_row
+        lists = pad_queries(q.reshape(*visibility.at.shape, *q.shape[2:]), *rows)
         sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
         sums = merge_over_devices(sums, (*split.cells, *shared_axes))
-        out = attention.finalize(sums, lists, options).reshape(*q.shape[:3], -1)
+        out = take_own_heads(attention.finalize(sums, lists, options), *rows)
+        out = out.reshape(*q.shape[:3], -1)
         current = _all_over_axes(current, shared_axes)
         out = jnp.where(current[..., None, None], out, jnp.nan)
         return mark, (layer_kv if new else ()), out

@@ -1,5 +1,6 @@
 """Construction of an attention cache: checks of sizes, an empty table and empty buffers."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,9 @@ from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_tile_multiple
+from jaxkv.ops.head_rows import LANES
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import make_stored_zeros
+from jaxkv.ops.quantised import Stored, make_stored_zeros
 from jaxkv.window import num_cells_for_window
 
 
@@ -31,8 +33,10 @@ def make_attention_cache(
     max_rollback: int | None,
     placement: str,
     stacked: bool,
+    heads_per_row: int | None,
+    devices: int,
 ) -> Cache:
-    """Implement `make_cache` for attention layers."""
+    """Implement `make_cache` for attention layers, whose heads `devices` devices may split."""
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -60,8 +64,17 @@ def make_attention_cache(
         )
     if kind == "tiled":
         check_tile_multiple(cells)
-    sizes = {"cells": cells, "sequences": sequences, "streams": streams}
-    fields, buffers = _make_arrays(spec, **sizes, dtype=jnp.dtype(dtype), stacked=bool(stacked))
+    heads, keys, values = (_per_layer(spec, x) for x in ("kv_heads", "head_dim", "value_dim"))
+    rows = _check_heads_per_row(heads_per_row, heads, keys, values, jnp.dtype(dtype), devices)
+    fields, buffers = _make_arrays(
+        spec,
+        cells=cells,
+        sequences=sequences,
+        streams=streams,
+        dtype=jnp.dtype(dtype),
+        stacked=bool(stacked),
+        heads_per_row=rows,
+    )
     table = CellTable(
         **fields,
         placement=kind,
@@ -72,21 +85,81 @@ def make_attention_cache(
     return merge(table, buffers)
 
 
+def default_heads_per_row(
+    kv_heads: Sequence[int],
+    head_dims: Sequence[int],
+    value_dims: Sequence[int | ValueSlice],
+    dtype: jnp.dtype,
+    *,
+    devices: int | None = None,
+    platform: str | None = None,
+) -> int:
+    """Return 128 / D for TPUs if D divides 128 in all layers, and devices can split as many heads.
+
+    Quantised heads have a scale each, and values that are slices of the keys have one key head, so
+    their default is 1.
+
+    >>> default_heads_per_row([8], [64], [64], jnp.dtype("bfloat16"), devices=1, platform="tpu")
+    2
+    """
+    size = head_dims[0]
+    if (jax.default_backend() if platform is None else platform) != "tpu" or size >= LANES:
+        return 1
+    n = LANES // size
+    fits = n * size == LANES and dtype.itemsize > 1 and {*head_dims, *value_dims} == {size}
+    devices = jax.device_count() if devices is None else devices
+    can_split = all(
+        heads % n == 0 and (heads % devices != 0 or heads // n % devices == 0) for heads in kv_heads
+    )
+    return n if fits and can_split else 1
+
+
+def _check_heads_per_row(
+    heads_per_row: int | None,
+    kv_heads: tuple[int, ...],
+    head_dims: tuple[int, ...],
+    value_dims: tuple[int | ValueSlice, ...],
+    dtype: jnp.dtype,
+    devices: int,
+) -> int:
+    """Return the number of heads in a row; raise if the heads cannot be stored in such rows."""
+    if heads_per_row is None:
+        return default_heads_per_row(kv_heads, head_dims, value_dims, dtype, devices=devices)
+    n = check_count(heads_per_row, "heads_per_row")
+    latent = any(isinstance(value, ValueSlice) for value in value_dims)
+    if n > 1 and (dtype.itemsize == 1 or latent or any(heads % n for heads in kv_heads)):
+        raise ValueError(
+            f"expected heads_per_row a divisor of kv_heads {sorted({*kv_heads})}, 16 bits or more, "
+            f"and values outside of keys, got {n} and {dtype}; pass heads_per_row=1"
+        )
+    return n
+
+
 @partial(
-    jax.jit, static_argnums=0, static_argnames=("cells", "sequences", "streams", "dtype", "stacked")
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("cells", "sequences", "streams", "dtype", "stacked", "heads_per_row"),
 )
 def _make_arrays(
-    spec: CacheSpec, *, cells: int, sequences: int, streams: int, dtype: jnp.dtype, stacked: bool
+    spec: CacheSpec,
+    *,
+    cells: int,
+    sequences: int,
+    streams: int,
+    dtype: jnp.dtype,
+    stacked: bool,
+    heads_per_row: int,
 ) -> tuple[dict[str, jax.Array], Buffers]:
     """Return the arrays of an empty table, and empty buffers, from one compiled program."""
     fields = empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams)
-    return fields, _zero_buffers(spec, streams, cells, dtype, stacked=stacked)
+    buffers = _zero_buffers(spec, streams, cells, dtype, stacked=stacked, n=heads_per_row)
+    return fields, buffers
 
 
 def _zero_buffers(
-    spec: CacheSpec, streams: int, cells: int, dtype: jnp.dtype, *, stacked: bool
+    spec: CacheSpec, streams: int, cells: int, dtype: jnp.dtype, *, stacked: bool, n: int
 ) -> Buffers:
-    """Return buffers of zeros: one array for each layer, or one for all layers if `stacked`."""
+    """Return buffers of zeros with n heads per row; one array for all layers if `stacked`."""
     names = "kv_heads", "head_dim", "value_dim", "rope"
     heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
     if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
@@ -107,16 +180,20 @@ def _zero_buffers(
                     f"stacked out, and go over the layers in Python"
                 )
         shapes, keys, values = [(streams * spec.layers, heads[0], cells)], keys[:1], values[:1]
+
+    def zeros(shape: tuple[int, int, int], size: int) -> Stored:
+        streams, heads, cells = shape
+        return make_stored_zeros((streams, heads // n, cells, size * n), dtype)
+
     return Buffers(
-        k=tuple(
-            make_stored_zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)
-        ),
+        k=tuple(zeros(shape, size) for shape, size in zip(shapes, keys, strict=True)),
         v=tuple(
-            n if isinstance(n, ValueSlice) else make_stored_zeros((*shape, n), dtype)
-            for shape, n in zip(shapes, values, strict=True)
+            size if isinstance(size, ValueSlice) else zeros(shape, size)
+            for shape, size in zip(shapes, values, strict=True)
         ),
         ropes=ropes,
         stacked=stacked,
+        heads_per_row=n,
     )
 
 

@@ -14,7 +14,7 @@ from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import first_local_index
-from jaxkv.kv.buffers import Buffers, Halves, gather, map_kv, scatter, stream_cell_axes
+from jaxkv.kv.buffers import Buffers, Cached, Halves, gather, map_kv, scatter, stream_cell_axes
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -30,6 +30,7 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.eviction import accept_edit
+from jaxkv.ops.head_rows import join_heads, split_rows
 from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import rotate_keys
@@ -83,7 +84,7 @@ def seq_add(
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
     not continue (see `eviction.accept_edit`), the table is unchanged and the flag is False. If
-    `gap` is not None, no present or evicted token is at a position in `[gap, start)`.
+    `gap` is given, the caller guarantees that no token, present or evicted, is in `[gap, start)`.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -211,7 +212,12 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     ropes = buffers.ropes[: len(buffers.k)]
     start = cells.position - cells.shift
     buffers = map_kv(
-        cells.sharding_rules, buffers, partial(_rotate_keys, ropes), start, by, by_stream=2
+        cells.sharding_rules,
+        buffers,
+        partial(_rotate_keys, ropes, buffers.heads_per_row),
+        start,
+        by,
+        by_stream=2,
     )
     cells = replace(
         cells,
@@ -223,6 +229,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
 
 def _rotate_keys(
     ropes: tuple[Rope | NotGiven | None, ...],
+    heads_per_row: int,
     split: Halves,
     start: jax.Array,
     by: jax.Array,
@@ -250,12 +257,19 @@ def _rotate_keys(
         begin, turns = (x.at[cell].get(mode="fill", fill_value=0) for x in (start, by))
         # Padding of the chunk gets distinct slots past the last cell, as writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
+
+        def read_heads(x: Cached) -> jax.Array:
+            return split_rows(gather(x, stream, slot), heads_per_row)
+
+        def write_heads(x: Cached, new: jax.Array) -> Cached:
+            return scatter(x, stream, slot, join_heads(new, heads_per_row))
+
         turned = []
         for k, rope in zip(keys, ropes, strict=True):
             if isinstance(rope, Rope):
-                key = map_arrays(lambda x: gather(x, stream, slot), k)  # [CHUNK, K, D]
+                key = map_arrays(read_heads, k)  # [CHUNK, K, D]
                 key = rotate_keys(key, begin, begin + turns, rope)
-                k = map_arrays(lambda x, new: scatter(x, stream, slot, new), k, key)
+                k = map_arrays(write_heads, k, key)
             turned.append(k)
         return tuple(turned)
 

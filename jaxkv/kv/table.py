@@ -16,7 +16,6 @@ from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, layer, sharded,
 from jaxkv.kv.buffers import Buffers, shardable_sizes
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.sharded import map_streams, map_streams_gather
-from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus, check_sizes
@@ -71,9 +70,8 @@ class CellTable(Cells, CacheTable):
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
         """Return the `CacheSpec` of the layers in `buffers`."""
-        ends = buffers.map_layers(lambda k, v: (k.shape[-3], k.shape[-1], _value_dim(v)))
-        heads, keys, values = zip(*ends, strict=True)
-        return CacheSpec.attention(len(ends), heads, keys, values, self.window, buffers.ropes)
+        heads, keys, values = zip(*buffers.head_sizes, strict=True)
+        return CacheSpec.attention(len(heads), heads, keys, values, self.window, buffers.ropes)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> CellTable:
         """Return the table with the given sharding rules."""
@@ -201,8 +199,3 @@ class CellTable(Cells, CacheTable):
         """Return whether `verb` is "attend", the only verb that attention layers support."""
         del layer
         return verb == "attend"
-
-
-def _value_dim(v: Values) -> int | ValueSlice:
-    """Return the size of a value, or the `ValueSlice` if values are slices of the keys."""
-    return v if isinstance(v, ValueSlice) else v.shape[-1]

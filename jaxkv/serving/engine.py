@@ -62,16 +62,17 @@ class Engine:
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
         reserved. If False, a request starts when its prompt fits; if cells run out, the youngest
         request is preempted and recomputed later.
-      sampling_options: Options of `make_sampler` that requests may use; by default no penalties.
+      sampling_options: Options of `make_sampler` that requests may use; by default the temperature
+        and filters, but no penalties.
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
-      constraint: Constraint, such as a grammar, of requests with a `constraint_state`. Every step
+      constraint: Constraint, such as a grammar, for requests with a `constraint_state`. Every step
         evaluates the constraint and copies the states to the CPU and back.
       prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. Only the tokens
         after the longest stored prefix of a prompt are computed. The tokens of ended requests and
-        common prefixes of prompts are stored. A request waits while another request computes a
-        common prefix with more than 24 tokens that are not stored yet. If cells are needed, the
-        least recently used prompts are evicted before a request waits.
+        common prefixes of prompts are stored. If more than 24 tokens of a common prefix are not
+        stored yet, one request computes the prefix while the others wait. Before a request waits
+        for cells, the least recently used prompts are evicted.
       prefix_store: An existing store for the cache, for example with a limit of cells or from an
         earlier engine. It cannot be combined with `prefix_sequences`.
 
@@ -456,7 +457,7 @@ class Engine:
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """Preempt the youngest request of each full stream; a request that is alone there ends."""
+        """In each full stream, evict a prompt, preempt the youngest request, or end the only one."""
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

@@ -128,7 +128,7 @@ class EnginePrefixes:
         )
 
     def store_finished_text(self, text: RequestState) -> None:
-        """Store the tokens of an ended request; mark the prompt it resumed as recently used."""
+        """Store the tokens of an ended request; mark its source prompt as recently used."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)

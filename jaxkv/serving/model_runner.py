@@ -1,4 +1,4 @@
-"""Programs of an engine; each program computes all sequences, with request states from the CPU."""
+"""Programs of an engine. The CPU passes the states of all requests to each call of a program."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ModelRunner:
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
-        """Compute a chunk; return the token count of each prompt (0 if refused), first tokens."""
+        """Compute a chunk; return how many tokens of each prompt were computed, and first tokens."""
         parts = [
             PromptPart(
                 text.sequence, text.all_tokens()[text.num_computed_tokens : text.prefill_target]

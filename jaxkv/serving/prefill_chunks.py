@@ -1,4 +1,4 @@
-"""Chunks of waiting prompts, in a few shapes that are compiled."""
+"""Chunks of prompts. A chunk has one of a few shapes, so that few programs are compiled."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
 
 @functools.cache
 def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
-    """Return the minimum cost to compute `count` tokens in chunks of the given lengths.
+    """Return the minimum cost of `count` tokens; a chunk of length n costs PASS + n.
 
     >>> [_min_prompt_cost((8, 64), n) - PASS for n in (5, 8, 9, 64)]
     [8, 8, 40, 64]

@@ -59,7 +59,7 @@ class Scheduler:
         return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
 
     def queue_request(self, text: RequestState) -> None:
-        """Queue a request; raise a ValueError if the whole cache has too few cells."""
+        """Queue a request; raise a ValueError if even an empty cache has too few cells."""
         request = text.request
         length = text.max_cached_tokens if self.reserves else len(request.prompt)
         if not self._can_allocate({0: length}, self._prefixes.nothing)[0]:

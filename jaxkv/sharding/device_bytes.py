@@ -113,7 +113,8 @@ def device_bytes(
       in all                     8,470,608 bytes
       sent in a step                     0 bytes
     """
-    of_keys = {k.shape[1] for k in key_arrays(cache)}
+    all_buffers = [part.buffers for part in cache.parts if isinstance(part.buffers, Buffers)]
+    of_keys = {kv_heads for buffers in all_buffers for kv_heads, _, _ in buffers.head_sizes}
     if heads is not None and any(check_count(heads, "heads") % kv_heads for kv_heads in of_keys):
         raise ValueError(
             f"expected heads a multiple of kv_heads {sorted(of_keys)}, got {heads}; pass the "
@@ -145,7 +146,7 @@ def device_bytes(
 
 
 def key_arrays(cache: Cache) -> list[Stored]:
-    """Return the keys of all attention layers, `[S, K, N, D]`, or `[S * L, K, N, D]` if stacked."""
+    """Return the arrays of keys of all attention layers, see `Buffers`."""
     return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
 
 
@@ -162,12 +163,14 @@ def _softmax_bytes(
     if not isinstance(part.buffers, Buffers):
         return 0
 
+    n = part.buffers.heads_per_row
+
     def of_layer(k: Stored, v: Values) -> int:
         split = sharding_rules.split(mesh, **shardable_sizes(k, part.buffers.layers_per_array))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] == 1:
             return 0
-        rows, queries = part.table.spec.sequences // shards["streams"], heads or k.shape[1]
+        rows, queries = part.table.spec.sequences // shards["streams"], heads or k.shape[1] * n
         axes = axes_of_queries(sharding_rules, mesh, k, v, queries, part.buffers.layers_per_array)
         queries //= prod(mesh.shape[axis] for axis in axes)
         return shards["cells"] * rows * queries * (value_dim(v) + 2) * 4

@@ -23,11 +23,12 @@ from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import WORD, empty_fields, is_layer_incomplete, sequence_bits, with_owners
 from jaxkv.kv.cross_attention import as_source_table
-from jaxkv.kv.make import make_attention_cache
+from jaxkv.kv.make import default_heads_per_row, make_attention_cache
 from jaxkv.kv.slots import usable_cells
 from jaxkv.kv.table import CellTable
+from jaxkv.ops.head_rows import join_heads, split_rows
 from jaxkv.ops.layer_stack import map_arrays
-from jaxkv.ops.mla import Values, ValueSlice, value_dim
+from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored, make_stored_zeros
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
@@ -94,16 +95,25 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         _check_cache_sizes(sizes, static, ropes, description["latent"], saved_shape)
         table = CellTable(**empty_fields(layers=len(ropes), **sizes), **static)
 
+        def saved_head(name: str, part: list[int] | None) -> int | ValueSlice:
+            return ValueSlice(*part) if part else saved_shape(name)[1][2]
+
+        latent = list(enumerate(description["latent"]))
+        heads = [saved_shape(f"k.{i}")[1][1] for i, _ in latent]
+        keys = [saved_shape(f"k.{i}")[1][2] for i, _ in latent]
+        values = [saved_head(f"v.{i}", part) for i, part in latent]
+        n = default_heads_per_row(heads, keys, values, saved_shape("k.0")[0])
+
         def zeros_as_saved(name: str) -> Stored:
             dtype, (_, heads, size) = saved_shape(name)
-            return make_stored_zeros((table.streams, heads, table.num_cells, size), dtype)
+            return make_stored_zeros((table.streams, heads // n, table.num_cells, size * n), dtype)
 
-        k = tuple(zeros_as_saved(f"k.{i}") for i in range(len(ropes)))
+        k = tuple(zeros_as_saved(f"k.{i}") for i, _ in latent)
         v = tuple(
-            ValueSlice(*part) if part else zeros_as_saved(f"v.{i}")
-            for i, part in enumerate(description["latent"])
+            value if isinstance(value, ValueSlice) else zeros_as_saved(f"v.{i}")
+            for i, value in enumerate(values)
         )
-        return table, Buffers(k=k, v=v, ropes=ropes)
+        return table, Buffers(k=k, v=v, ropes=ropes, heads_per_row=n)
 
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
@@ -111,10 +121,9 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
         return {
             "layers": buffers.layers,
-            "kv_heads": buffers.map_layers(lambda k, _: k.shape[1]),
-            "head_dim": buffers.map_layers(lambda k, _: k.shape[3]),
-            "value_dim": buffers.map_layers(lambda _, v: value_dim(v)),
-            "values in keys": buffers.map_layers(lambda _, v: _value_slice_bounds(v)),
+            "kv_heads": [heads for heads, _, _ in buffers.head_sizes],
+            "head_dim": [size for _, size, _ in buffers.head_sizes],
+            "value_dim": [value for _, _, value in buffers.head_sizes],
             "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
@@ -146,8 +155,12 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "owners": owners[stream, :, cell],
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
-        take = partial(take_cells, streams=stream, cells=cell, read=gather, size=CHUNK)
-        return found, map_arrays(take, _unstack_layers(buffers))
+
+        def take_heads(array: Array | LayerView) -> np.ndarray:
+            rows = take_cells(array, stream, cell, read=gather, size=CHUNK)
+            return split_rows(rows, buffers.heads_per_row)
+
+        return found, map_arrays(take_heads, _unstack_layers(buffers))
 
     @staticmethod
     def saved_shapes(
@@ -159,8 +172,12 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
         found["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
         found["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
-        of = partial(jax.eval_shape, gather)
-        return found, map_arrays(lambda x: of(x, each, each), _unstack_layers(buffers))
+
+        def read_heads(array: Array | LayerView, index: Int32[Array, " n"]) -> Array:
+            return split_rows(gather(array, index, index), buffers.heads_per_row)
+
+        of = partial(jax.eval_shape, read_heads)
+        return found, map_arrays(lambda x: of(x, each), _unstack_layers(buffers))
 
     @staticmethod
     def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
@@ -236,8 +253,11 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         array: Array | LayerView, placed: SlotAssignment, new: np.ndarray
     ) -> Array | LayerView:
         """Write saved keys or values, `[n, K, ...]`, into the array of a layer."""
-        where = placed.streams, placed.cells
-        return write_cells(array, *where, new, placed.origin, write=scatter, size=CHUNK)
+        where, rows = (
+            (placed.streams, placed.cells),
+            join_heads(new, new.shape[1] // array.shape[1]),
+        )
+        return write_cells(array, *where, rows, placed.origin, write=scatter, size=CHUNK)
 
 
 def _unstack_layers(buffers: Buffers) -> Buffers:
@@ -284,6 +304,8 @@ def _check_cache_sizes(
         max_rollback=sizes["cells"],
         placement=placement,
         stacked=False,
+        heads_per_row=1,
+        devices=1,
     )
     jax.eval_shape(make)
 

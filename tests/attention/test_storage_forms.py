@@ -1,4 +1,4 @@
-"""Caches of 8 bits, of latents and of stacked layers, against plain float32 caches.
+"""Caches of 8 bits, latents, stacked layers and rows of heads, against plain float32 caches.
 
 The plain cache contains the numbers that the other one stores, and gets the same verbs.
 """
@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 import jaxkv
 from jaxkv import make_batch, snapshot
 from jaxkv.cache import merge
+from jaxkv.ops.head_rows import split_rows_of_cells
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import dequantise, make_stored_zeros, quantise_like
 from jaxkv.sharding.make import shardings
@@ -37,6 +38,8 @@ FORMS = {
     "stacked": {"stacked": True},
     "stacked int8": {"stacked": True, "dtype": "int8"},
     "stacked latent": {"stacked": True, "value_dim": PART},
+    "rows": {"heads_per_row": 2},
+    "stacked rows": {"stacked": True, "heads_per_row": 2},
 }
 SIZES = {
     "one stream": {},
@@ -77,7 +80,8 @@ def held(cache):
         if isinstance(half[0], ValueSlice):
             halves.append(halves[0][..., PART])
             continue
-        layers = [np.asarray(dequantise(x), np.float32) for x in half]
+        layers = [jnp.asarray(np.asarray(dequantise(x), np.float32)) for x in half]
+        layers = [split_rows_of_cells(x, cache.buffers.heads_per_row) for x in layers]
         layers = [x.reshape(-1, cache.buffers.layers_per_array, *x.shape[1:]) for x in layers]
         halves.append(np.concatenate([x.swapaxes(0, 1) for x in layers]))
     return halves
@@ -88,7 +92,7 @@ def plain_of(cache):
     table, buffers = cache.table, cache.buffers
     k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
     table = jax.tree.map(np.asarray, table.with_sharding_rules(None))
-    return merge(table, replace(buffers, k=k, v=v, stacked=False))
+    return merge(table, replace(buffers, k=k, v=v, stacked=False, heads_per_row=1))
 
 
 def arrays_for(ubatch, form, seed=0):
@@ -155,10 +159,14 @@ LIVES = [
     ("int8", "groups", EXPLICIT, {"data": 2, "tensor": 2}),
     ("stacked", "window", AUTO, {"data": 2, "cells": 2}),
     ("latent", "groups", AUTO, {"data": 2, "cells": 2}),
+    ("rows", "tiled", AUTO, {}),
+    ("stacked rows", "groups", EXPLICIT, {"data": 2, "cells": 2}),
 ]
 
 
-@pytest.mark.parametrize("form, sizes, mode, axes", in_lanes(LIVES, core=LIVES[:4]), ids=str)
+@pytest.mark.parametrize(
+    "form, sizes, mode, axes", in_lanes(LIVES, core=[*LIVES[:4], LIVES[-2]]), ids=str
+)
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
     cache, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
@@ -178,7 +186,7 @@ def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
         told(cache, form)
 
 
-@pytest.mark.parametrize("name", in_lanes(FORMS, core=["latent", "stacked int8"]))
+@pytest.mark.parametrize("name", in_lanes(FORMS, core=["latent", "stacked int8", "rows"]))
 def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     """Also loaded into a cache of other sizes; files do not record that layers are stacked."""
     form = FORMS[name]
@@ -188,7 +196,7 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
         found = snapshot.inspect(data).arrays["buffers.k.0.codes"]
         assert found == (form["dtype"], (7, HEADS, SIZE))
     loaded = snapshot.load(data)
-    assert not loaded.buffers.stacked
+    assert not loaded.buffers.stacked and loaded.buffers.heads_per_row == 1
     assert_alike(loaded, plain_of(cache))
     latent = "value_dim" in form
     plain = snapshot.load(plain, into=make(**({"value_dim": 4} if latent else {}), cells=20))
@@ -229,7 +237,7 @@ def test_vmap_over_caches_of_a_storage_form_matches_each():
 
 
 @core
-@pytest.mark.parametrize("name", ["int8", "latent", "stacked"])
+@pytest.mark.parametrize("name", ["int8", "latent", "stacked", "rows"])
 def test_attend_derivatives_of_storage_form_match_plain_cache(name):
     """Quantised keys and values have no derivative; those of queries use the stored numbers."""
     form = FORMS[name]

@@ -81,7 +81,7 @@ def verify_branches(
     """Verify k branches of n draft tokens as `verify_draft` does; also return the selected branch.
 
     The 1 + k * n logits of a sequence are of the last sampled token, then of the draft tokens,
-    branch by branch. If branches share a token, only the logits of the first of them are read.
+    branch by branch. Of a token that branches share, only the logits in the first branch are read.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -93,7 +93,7 @@ def verify_branches(
     def verify_place(carry: tuple, place: tuple) -> tuple:
         holds, alive, adjusting = carry
         i, offered, valid, drawn_from = place
-        # Tokens that branches share were computed for the first of them.
+        # A token that branches share was computed only in the first of these branches.
         branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
         node = jnp.where(i == 0, 0, branch * length + i)
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]

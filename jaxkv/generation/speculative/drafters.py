@@ -166,7 +166,7 @@ def prompt_lookup(
 
     Args:
       prompts: Tokens of each sequence so far, an array or a list of lists.
-      ngram: Number of last tokens that must occur again, static.
+      ngram: Number of last tokens to find earlier in the sequence, static.
       num_draft_tokens: Maximum number of tokens of a draft, static.
       recent: C, the number of recent tokens to search, static.
       num_branches: Maximum number of branches (distinct continuations of the last tokens), static.

@@ -104,7 +104,7 @@ def plan_tree(
 
     The table is the result of `fork_branches`. Sequence ids ascend; a missing branch has the id Q.
     The 1 + k * n outputs of a sequence are of the last sampled token, then of the draft tokens,
-    branch by branch. If branches share a token, only the output of the first of them is defined.
+    branch by branch. Of a token that branches share, only the first branch has a defined output.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)

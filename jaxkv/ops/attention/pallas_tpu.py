@@ -31,6 +31,7 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
+from jaxkv.ops.head_rows import LANES
 from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import SHARING, Stored, codes_and_scales, has_one_scale
 
@@ -45,9 +46,6 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 
 QUERIES = 128
 """Number of queries that share a key and are computed together: the size of a matrix unit."""
-
-LANES = 128
-"""Number of elements of a line in the memory layout of the compiler."""
 
 STORED = (*DTYPES, jnp.int8)
 """Dtypes of keys and values that the kernel supports."""

@@ -35,10 +35,10 @@ class PrefixStore:
     into a sequence of the store, and the method `fork` forks a stored prefix into another sequence.
     Only forks between streams copy cells. In a stream, prompts share the cells of common prefixes.
 
-    Use a store only with the cache that was returned together with the store. An earlier store can
-    be used again with its cache. Only methods of the store may edit the sequences of the store.
-    `seq_add` of a sequence also shifts the stored prompts that share its cells. A shifted prompt
-    cannot be forked. Tokens are integers: assign an id to each image or other model input.
+    Use a store only with the cache that was returned together with the store. An earlier store
+    stays valid for its earlier cache. Only methods of the store may edit the sequences of the
+    store. If `seq_add` shifts cells that a stored prompt shares, the prompt cannot be forked any
+    more. Prompts are compared by token ids: assign an id to each image or other model input.
 
     prompts: The stored prompts, least recently used first.
     evicted: Tokens of the last `len(sequences)` evicted prompts, latest last.
