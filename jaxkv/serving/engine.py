@@ -457,7 +457,7 @@ class Engine:
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """In each full stream, evict a prompt, preempt the youngest request, or end the only one."""
+        """In full streams, evict a prompt, preempt the youngest request, or end the only one."""
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

@@ -39,7 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return the lengths at which a sequence can be resumed, and why the full length is not one."""
+    """Return a mask of resumable prefix lengths, and why the full length is not resumable."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -86,8 +86,9 @@ def _resumable_in_block(
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
     """Return three masks over the positions of a block, and the sum of hashes up to its end.
 
-    The masks tell whether the sequence can be resumed at a position, has all tokens before it, and
-    has no other token there. The argument `before` is the sum of the hashes of earlier blocks.
+    At each position, the masks tell whether the sequence can be resumed there, has all tokens
+    before this position, and has no token other than the given one. The argument `before` is the
+    sum of the hashes of earlier blocks.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1

@@ -37,8 +37,8 @@ class PrefixStore:
 
     Use a store only with the cache that was returned together with the store. An earlier store
     stays valid for its earlier cache. Only methods of the store may edit the sequences of the
-    store. If `seq_add` shifts cells that a stored prompt shares, the prompt cannot be forked any
-    more. Prompts are compared by token ids: assign an id to each image or other model input.
+    store. If `seq_add` shifts cells that a stored prompt shares, the shifted tokens cannot be
+    forked. Prompts are compared by token ids: assign an id to each image or other model input.
 
     prompts: The stored prompts, least recently used first.
     evicted: Tokens of the last `len(sequences)` evicted prompts, latest last.
