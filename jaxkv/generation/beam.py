@@ -189,7 +189,7 @@ def beam(
       ValueError: If the number of ids is not W, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
-      ValueError: Without traced arguments, if the first sequence is empty or the cache was donated.
+      ValueError: If nothing is traced, and the first sequence is empty or the cache was donated.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
       TypeError: If a count, a sequence id or a stop token is not an integer.
 

@@ -28,8 +28,8 @@ class Constraint:
     time, since compiled programs are cached for them. To use several grammars in an engine,
     concatenate their transition tables, and start each request in the first state of its grammar.
 
-    first: A pytree of arrays: the state before the first generated token, for every prompt. All
-      states have the shapes of `first`.
+    first: State before the first generated token, a pytree of arrays; the same for every prompt.
+      All states have the shapes of `first`.
     allowed: Pure function that maps a state to a mask `[V]` of the tokens that may come next.
     advance: Pure function from a state and a token to the next state.
     """

@@ -70,14 +70,15 @@ def decode(
       cache: The cache after the prompts.
       state: State of each sequence, from `init_decode` or the result of an earlier call.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
-      sampler: Sampler of the kind passed to `init_decode`; numbers such as the temperature may
-        change. Greedy by default.
+      sampler: The sampler passed to `init_decode`, or a sampler with other numbers, such as another
+        temperature. Greedy by default.
       stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[T, n]` with a list for
         each sequence; -1 is padding.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Raises:
-      ValueError: If arrays of state or sampler differ in length, or the sampler is of another kind.
+      ValueError: If arrays of state or sampler differ in length, or the state was made for another
+        kind of sampler.
       ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, the cache was donated, or stop tokens are misshapen.
       ValueError: If the model function returns wrong results, see `generation.model_step`.

@@ -46,8 +46,8 @@ def prefill(
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       plan: The plan of the batch, if `init_batch` was already called.
       donate: Reuse the buffers of the input cache, which become invalid; the table stays valid. By
-        default, the buffers are copied once. Inside of `jit`, `donate` has no effect: donate
-        arguments of the jitted function.
+        default, the buffers are copied once. Inside of `jit`, `donate` has no effect; donate the
+        arguments of the jitted function instead.
 
     Returns:
       A `PrefillResult` with the logits and sequence ids of the output tokens.
@@ -149,9 +149,9 @@ def warm_up(
 ) -> Cache:
     """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
-    There is a program for each prompt length that is a power of two, up to `ubatch_size`. Planning
-    is compiled for prompts of up to `longest` tokens: a later `prefill` of one such prompt compiles
-    nothing, if only its last token is an output. Other calls may compile small programs.
+    The model has a program for each power of two up to `ubatch_size` tokens. Planning is compiled
+    for prompts of up to `longest` tokens. A later `prefill` of one such prompt compiles nothing, if
+    only its last token is an output. Other calls may compile small programs.
 
     To compile a loop such as `decode`, call the loop once with a state without active sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.

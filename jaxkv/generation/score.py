@@ -43,11 +43,11 @@ def score(
 ) -> Float[Array, "T n"]:
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
-    Each prompt is computed once for all texts that follow the prompt, also for the derivative.
+    Each prompt is computed once for all texts that follow the prompt, also in gradients.
     Common prefixes of concrete prompts, or of concrete texts without prompts, are also computed
     once: at most 3 for each prompt or text, each at least 16 tokens longer than the previous one.
-    Calls with lists share a compiled program if they have equal numbers of texts, and equal numbers
-    and lengths of prefixes and lengths of texts after rounding up.
+    Calls with lists share a compiled program if they have equal numbers of texts, and if all
+    lengths, and the numbers of prefixes, are equal after rounding up.
 
     Args:
       forward: See `prefill`.
@@ -68,7 +68,7 @@ def score(
       `texts` are lists, n is at least the length of the longest text.
 
     Raises:
-      ValueError: If there is no text, or a prompt or a text without a prompt is empty.
+      ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
       ValueError: If T is not a multiple of P.
       ValueError: If a list has a negative token, or a concrete token is past the vocabulary.
       ValueError: If traced texts or prompts are not arrays, or a text is not one list of tokens.
@@ -169,7 +169,7 @@ def _score_levels(
     levels: list[TrieLevel],
     index: Int32[Array, "T n"] | None,
 ) -> tuple[Float[Array, "T n"], Array]:
-    """Return the log-probabilities of texts, and the vocabulary size as an array `[0, V]`."""
+    """Return the log-probabilities of texts, and an empty array `[0, V]` to pass on the size V."""
     count = levels[0].parents.shape[0]
     ok, scores = jnp.array(True), []
     ends: Float[Array, "Q V"] | None = None

@@ -191,7 +191,7 @@ class Engine:
           ValueError: If the prompt is empty, a number is out of its range, there are too many stop
             tokens, or a sampling option is not allowed.
           ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
-            the engine has no constraint.
+            is passed to an engine without a constraint.
           ValueError: If the cache can never have enough cells for the prompt or, if `reserve` is
             True, for the prompt and `max_new_tokens`.
           TypeError: If the request is not a `Request`, its numbers are not integers, or its options

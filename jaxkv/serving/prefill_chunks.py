@@ -58,7 +58,7 @@ class PromptPart(NamedTuple):
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return chunk shapes up to `size` tokens, with several rows only if a row has one sequence.
+    """Return chunk shapes up to `size` tokens; several rows only with `single_sequence_rows`.
 
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
@@ -94,7 +94,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut a chunk from prompts, in order; return the chunk and its token count of each prompt."""
+    """Cut a chunk from prompts, in order; also return how many tokens of each prompt it has."""
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:

@@ -131,7 +131,7 @@ class RequestState:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of tokens in the cache, which lacks the last token of a running request."""
+        """Number of cached tokens; the last token of a running request is not cached yet."""
         num_cached = self.num_computed_tokens
         if self.is_running:
             num_cached = max(num_cached, len(self.request.prompt) + len(self.tokens) - 1)

@@ -392,7 +392,7 @@ def _feed_guess(
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
-    """Raise a ValueError if the vocabularies of a drawn draft and of the logits differ."""
+    """Raise a ValueError if a random draft has another vocabulary size than the logits."""
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "

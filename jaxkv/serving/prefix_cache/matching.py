@@ -108,7 +108,7 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return the positions of a block at which no found hash differs from the expected hash."""
+    """Return a mask of the positions of a block, False where a found hash is not as expected."""
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")

@@ -272,7 +272,8 @@ class PrefixStore:
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
-        To compile copies, each stream needs an empty sequence that is not in the store.
+        Copies within a stream are compiled only if the stream of the first store sequence has an
+        empty sequence outside of the store; copies between streams, only if another stream has one.
 
         Args:
           cache: The cache of the store.
@@ -360,7 +361,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store's sequences in the stream of `seq`, or all of them if there are none."""
+        """Return the store's sequences in the stream of `seq`; if there are none, all sequences."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
