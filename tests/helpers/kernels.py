@@ -74,9 +74,9 @@ def layers_of_attention(implementation=None, **options):
     return run
 
 
-def works_on(program, size, cells=CELLS):
+def works_on(program, size, heads=GROUPS, cells=CELLS):
     """Name the instructions that return keys or values of a layer: copies and writes."""
-    whole = re.compile(rf"\[\d+,{GROUPS},(?:{cells},{size}|{size},{cells})\]")
+    whole = re.compile(rf"\[\d+,{heads},(?:{cells},{size}|{size},{cells})\]")
     found = [name for results, name, _ in hlo.instructions(program) if whole.search(results)]
     return [name for name in found if name not in _NO_WORK]
 
@@ -97,12 +97,12 @@ def of_attention(platform, of, size, dtype, tokens=FORKS):
     }
 
 
-def of_a_step(platform, of, dtype, size=128):
+def of_a_step(platform, of, dtype, size=128, heads_per_row=1):
     """Plan, apply, write and attend, a token for each sequence of one stream."""
     of_new = "bfloat16" if dtype == "int8" else dtype
 
     sizes = dict(layers=LAYERS, cells=CELLS, kv_heads=GROUPS, head_dim=size, dtype=dtype)
-    make = partial(attention_cache, **sizes, sequences=FORKS)
+    make = partial(attention_cache, **sizes, sequences=FORKS, heads_per_row=heads_per_row)
 
     def step(cache, tokens, q, k, v):
         valid = jnp.ones(FORKS, bool)
@@ -118,7 +118,7 @@ def of_a_step(platform, of, dtype, size=128):
     layer = 2 * math.prod(cache.buffers.k[0].shape) * new[0].dtype.itemsize
     return {
         "kernels": kernels(program),
-        "works": works_on(program, size),
+        "works": works_on(program, size * heads_per_row, GROUPS // heads_per_row),
         "temporaries": hlo.temporary_bytes(program),
         "aliased": program.memory_analysis().alias_size_in_bytes,
         "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
