@@ -276,10 +276,10 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
     """Divide the positions of a range of a sequence by a number, rounding down.
 
-    Keys are rotated by a later update, and shared cells are shifted for all owners, as in
-    `seq_add`. After the division, tokens of a sequence may have equal or decreasing positions. In
-    attention layers, a division frees no cell. In recurrent layers, a division by more than 1
-    removes the states in the range, except the current state.
+    As in `seq_add`, the positions of shared cells change for all owners, and keys are rotated only
+    by a later update. After the division, tokens of a sequence may have equal or decreasing
+    positions. In attention layers, a division frees no cell. In recurrent layers, a division by
+    more than 1 removes the states in the range, except the current state.
 
     `ok` is False if a traced divisor is below 1, the next token of a sequence would attend to an
     evicted cell, or the last positions of the parts of a hybrid cache would differ.
@@ -305,7 +305,9 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       position 0  0  1  1
       shift    0 -1 -1 -2
 
-    In the drawing, `shift` is the new position minus the old. llama.cpp: `llama_memory_seq_div`.
+    The row `shift` of `show` is the new position minus the position before the division.
+
+    llama.cpp: `llama_memory_seq_div`.
     """
     if is_concrete(divisor):
         check_count(divisor, "divisor")

@@ -56,12 +56,14 @@ def attend(
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
-      sinks: an additional logit for each head, which takes part in the softmax without a value.
+      sinks: an additional logit for each head. It adds to the denominator of the softmax, but has
+        no value.
       bias: logits that are added to the scaled and capped dot products, differentiable. The value
         -inf hides a cell from a head. Other values below -1.7e38 count as -1.7e38. NaN or inf makes
         the output of the head NaN. The bias is an array or a function:
 
-        - An array of floats `[R, T, H, N]` (sizes may be 1), with cells in the order of `read_kv`.
+        - An array of floats with four dimensions that broadcast to `[R, T, H, N]`, with cells in
+          the order of `read_kv`.
         - A function of query positions, cell positions (after `seq_add`) and heads, all int32.
           Arguments and result have four dimensions that broadcast to `[P, H, T, N]`. The function
           is static and hashed: define it once, with weights as leaves of a `jax.tree_util.Partial`
@@ -70,10 +72,10 @@ def attend(
       causal: If False, tokens also attend to later tokens of the ubatch, limited only by a
         symmetric window. The output of a token is NaN if the token would attend to tokens of a
         later ubatch; use a larger `ubatch_size`.
-      visible_until: the highest position that each token attends to, before or after the token, as
-        in images and prefixes; default the position of the token. A window is measured from the
-        position of the token. The output is NaN if the ubatch ends before the highest position that
-        the token attends to.
+      visible_until: the highest position that each token attends to; by default the position of the
+        token. A higher position makes later tokens visible, as in an image or a prefix. A window is
+        measured from the position of the token. The output is NaN if the ubatch ends before the
+        highest position that the token attends to.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
 
@@ -91,9 +93,9 @@ def attend(
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
       ValueError: If the ubatch already wrote the layer in the same trace, and the layer number is
-        static. Outside of a trace, a second write replaces the first write.
-      ValueError: If the ubatch was planned for a cache of other sizes, see `apply`, or the buffers
-        were donated.
+        static. Outside of `jit`, a second write raises no error and replaces the first write.
+      ValueError: If the ubatch was planned for another cache, as in `apply`, or the buffers were
+        donated.
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
@@ -274,8 +276,8 @@ def write_states(
       ubatch: the computed tokens.
       states: by name, an array `[R, E + 1, ...]` of the states after each of the last E + 1 valid
         tokens of a row, oldest first. States are cast to the dtype of the cache. The method
-        `Ubatch.state_write_steps` returns how many tokens of a row each state includes; a state
-        that includes no token is not written. If E is 0, an array `[R, ...]` is accepted too.
+        `Ubatch.state_write_steps` returns after how many tokens of a row each state is taken. A
+        state after 0 tokens is not written. If E is 0, an array `[R, ...]` is accepted too.
 
     Raises:
       ValueError: If names or shapes are not those of the cache, or if `read_states` would raise.

@@ -46,8 +46,8 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     """Plan the moves that bring all used cells to the front of their stream.
 
     With striped placement, cells move to the front of their run. With tiled placement, whole tiles
-    are moved, and free cells inside a tile stay reserved for the sequence of the tile. Recurrent
-    states are never moved.
+    are moved, and free cells inside a tile are not filled. Recurrent states
+    are never moved.
 
     Args:
       cache: any cache.
@@ -58,7 +58,8 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
       the number of cells to move. For attention, the fields `source`, `destination` and `length`,
-      `[S, n]` int32, describe the runs to move, the last run first; unused entries have length 0.
+      `[S, n]` int32, contain the first source cell, the first destination cell and the number of
+      cells of each run. Unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -72,7 +73,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
       owner    0 0 0 . . .
       position 0 3 4 . . .
 
-    llama.cpp: `defrag`, which newer versions do not have.
+    llama.cpp: `defrag`, removed in newer versions.
     """
     if max_moves is not None:
         max_moves = check_count(max_moves, "max_moves")
