@@ -22,6 +22,7 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible_cells_mask
+from jaxkv.ops.head_rows import split_rows_of_cells
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Quantised, Stored, dequantise
 from jaxkv.window import Window
@@ -65,6 +66,7 @@ class Kind:
     windows: tuple[jaxkv.Window | None, ...] = (None,)
     dtype: str = "float32"
     stacked: bool = False
+    heads_per_row: int = 1
     latent: tuple[int, int] | None = None
 
     def __str__(self) -> str:
@@ -84,7 +86,8 @@ class Kind:
         """Make an empty cache. Without a rope an update does not change signatures (`sign`)."""
         sizes = dict(cells=self.cells, kv_heads=HEADS, head_dim=SIZE, rope=rope, dtype=self.dtype)
         sizes |= dict(sequences=self.sequences, streams=self.streams, placement=self.placement)
-        sizes |= dict(stacked=self.stacked, value_dim=self.latent and slice(*self.latent))
+        sizes |= dict(stacked=self.stacked, heads_per_row=self.heads_per_row)
+        sizes |= dict(value_dim=self.latent and slice(*self.latent))
         parts = [
             attention_cache(layers=len(layers), window=window, **sizes)
             for window, layers in zip(self.windows, self.layers, strict=True)
@@ -119,8 +122,10 @@ GROUPS_TILES = replace(
 CODES = replace(GROUPS, name="groups-int8", dtype="int8")
 LATENT = replace(GROUPS, name="groups-latent", latent=(1, 4))
 STACKED = replace(GROUPS, name="stacked-groups", stacked=True)
+HEAD_ROWS = replace(GROUPS, name="groups-rows-of-heads", heads_per_row=HEADS)
 ALL_KINDS = [SMALL, RUNS, WIDE, STRIPES, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS]
 ALL_KINDS += [GROUPS_WINDOW, GROUPS_RUNS, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
+ALL_KINDS += [HEAD_ROWS]
 
 WIDTH = 8
 """Tokens of a row, if all sequences get tokens at once."""
@@ -281,9 +286,9 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
 
 def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]:
     """Read the signatures of the cells, the same in every layer, head, key and value."""
-    k = by_layer(buffers.k, buffers.layers_per_array)  # [L, S, K, N, D]
+    k = by_layer(buffers.k, buffers)  # [L, S, K, N, D]
     if not is_latent(buffers):
-        np.testing.assert_array_equal(by_layer(buffers.v, buffers.layers_per_array), -k)
+        np.testing.assert_array_equal(by_layer(buffers.v, buffers), -k)
     written = k[0, :, 0, :, 0] > 0  # [S, N]
     label = np.array(layers)[:, None] * HEADS + np.arange(HEADS)  # [L, K]
     np.testing.assert_array_equal(k[..., 3], label[:, None, :, None] * written[:, None])
@@ -299,11 +304,12 @@ def is_latent(buffers: Any) -> bool:
     return isinstance(buffers, Buffers) and isinstance(buffers.v[0], ValueSlice)
 
 
-def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
-    """Keys or values of all layers, `[L, S, K, N, D]`, integers; arrays are of `depth` layers."""
-    arrays = [np.rint(dequantise(x)) if isinstance(x, Quantised) else np.asarray(x) for x in half]
-    arrays = [x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays]
-    return np.concatenate(arrays)
+def by_layer(half: Sequence[Stored], buffers: Buffers) -> np.ndarray:
+    """Keys or values of all layers, `[L, S, K, N, D]`, integers."""
+    arrays = [jnp.rint(dequantise(x)) if isinstance(x, Quantised) else x for x in half]
+    arrays = [np.asarray(split_rows_of_cells(x, buffers.heads_per_row)) for x in arrays]
+    depth = buffers.layers_per_array
+    return np.concatenate([x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays])
 
 
 def assert_identical(one: Any, other: Any) -> None:
