@@ -95,7 +95,7 @@ class Ubatch(Partitioned):
     slots: int32 `[R, T]`, the index of the cell of each token. Padding and all tokens of a refused
       plan have distinct indices past the last cell. For a recurrent cache, the slots are a
       `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part, None for
-      an unused part. In all these pytrees, int32 arrays are indices and uint32 arrays are hashes.
+      an unused part. In a pytree of slots, int32 arrays are indices and uint32 arrays are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True if a later ubatch of the plan has tokens of the token's sequence.
@@ -131,7 +131,7 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return how many tokens of a row each of the last `count` states includes.
+        """Return how many tokens of a row precede each of its last `count` recurrent states.
 
         For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0 stands
         for the state before the first token of the row; `write_states` skips this state. The
@@ -179,8 +179,9 @@ def make_batch(
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
         - For a token that several sequences share, a list of ids in place of one id, or an array
-          `[B, n]` or `[R, T, n]` of ids, padded with -1. If the sequences differ in an earlier
-          token, the plan is refused (`Reason.DIVERGED`). Recurrent caches accept no shared tokens.
+          `[B, n]` or `[R, T, n]` of ids, padded with -1. If the owners of a shared token differ in
+          an earlier token, the plan is refused (`Reason.DIVERGED`). Recurrent caches accept no
+          shared tokens.
 
       positions: int32 position of each token; by default each sequence continues after its last
         position.
@@ -198,7 +199,7 @@ def make_batch(
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.
       TypeError: If tokens, sequence ids or positions are not integers, `outputs` is not bool, or
-        `valid` is neither bool nor 0 and 1.
+        `valid` has entries other than bools, 0 and 1.
       TypeError: If `extra` is not a mapping of names to arrays of numbers.
 
     Examples:
@@ -458,7 +459,7 @@ def expand_streams_to_rows(
 ) -> Shaped[Array, "R ..."]:
     """Return for each row the entry of its stream in `x`.
 
-    If `in_order`, row r has the tokens of sequence r, and devices need not communicate.
+    Set `in_order` if row r has the tokens of sequence r; then devices do not communicate.
     """
     if not in_order:
         return x[row_stream]

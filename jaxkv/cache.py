@@ -151,8 +151,8 @@ class Cache(Partitioned):
         """Return whether positions would stay unique in every sequence after `seq_add`.
 
         `seq_add` shifts a shared cell for all owners, so two tokens of an owner may get equal
-        positions. The result is also False if a position would reach 2**31 - 1. The
-        arguments have the same meaning as in `seq_add`, and raise the same errors.
+        positions. The result is also False if a position would reach 2**31 - 1. Arguments and
+        errors are the same as for `seq_add`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)

@@ -75,7 +75,7 @@ class CacheSpec:
           value_dim: Dv, the size of a value: one number, or one for each layer; default D. A slice
             means that values are slices of the keys, as in latent attention (MLA). Values that are
             slices are not stored, and models pass only keys. The slice must leave out at least one
-            number of the key, and all numbers that the rope rotates (the first numbers of a key).
+            number of the key, and all first numbers that the rope rotates.
           window: `Window` of all layers; None for no limit.
           rope: rotation of the keys that models pass to `attend`: one rope, or a tuple with one
             rope for each layer. None means that keys are not rotated. If no rope is given,
@@ -84,7 +84,8 @@ class CacheSpec:
         Raises:
           TypeError: If a count is not an integer, or a window or a rope has the wrong type.
           ValueError: If a count is below 1 or above 2**31 - 1.
-          ValueError: If a list does not have L entries, or a rope or a slice does not fit the keys.
+          ValueError: If a list does not have L entries, or a rope or a slice is invalid for the
+            keys.
 
         Examples:
           >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
@@ -140,10 +141,11 @@ class CacheSpec:
 
         Args:
           layers: L, the number of layers.
-          states: dict from the name of each state to its shape and dtype for one sequence in one
-            layer: a `jax.ShapeDtypeStruct` or `(shape, dtype)`.
+          states: dict from the name of each state to a `jax.ShapeDtypeStruct` or a tuple `(shape,
+            dtype)`. The shape is that of one sequence in one layer.
           shard_dims: dict from state names to (dimension, number of equal parts), such as (0,
-            heads), for states that a mesh may split. A stream's devices replicate other states.
+            heads), for states that a mesh may split. Other states are copied to all devices of a
+            stream.
 
         Raises:
           TypeError: If a count is not an integer, or `states` has the wrong type.
@@ -253,8 +255,8 @@ class CacheSpec:
           ValueError: If there are no parts, or a part does not have one distinct number for each
             layer.
           ValueError: If a layer is in several parts with keys, or in several parts with states.
-          ValueError: If there are several `cross_attention` parts, or one without other parts, or
-            one inside of a hybrid part.
+          ValueError: If there are several `cross_attention` parts, if all parts are
+            `cross_attention`, or if a hybrid part contains a `cross_attention` part.
 
         Examples:
           Layers 0, 1, 3 and 4 have a window of 4 positions; layers 2 and 5 have no window:
@@ -304,7 +306,7 @@ class CacheSpec:
         )
 
     def _array_kinds_of_layer(self, number: int) -> list[str]:
-        """For each part that serves a layer, return which arrays it stores, "keys" or "states"."""
+        """Return "keys" or "states" for each part that serves a layer: the kind of its arrays."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]

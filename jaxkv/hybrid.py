@@ -47,7 +47,7 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return the sequences that fit in every part; each part considers them in the same order."""
+    """Return which sequences fit in every part; all parts try sequences in the same order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
@@ -83,7 +83,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy and then end at equal positions, and these positions."""
+    """Return whether all parts can copy and get equal last positions; also return the positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -98,7 +98,7 @@ def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMa
 def _make_parts_method(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method that calls a method of each part in `which`, and combines the results."""
+    """Return a method that calls `method` of each part, and combines the results by `rule`."""
     per_part = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
     def call(table: HybridTable, *args: PyTree, **options: PyTree) -> R:
@@ -116,7 +116,7 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Call `_make_parts_method` with a `rule` that takes only the results, not the table."""
+    """Do the same as `_make_parts_method` with a `rule` that does not take the table."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
@@ -308,7 +308,7 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Compare last tokens in the first attention part; without one, in the first part."""
+        """Compare last tokens in the first attention part, if any, otherwise in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 

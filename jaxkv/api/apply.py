@@ -36,9 +36,8 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     Raises:
       TypeError: If `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
-      ValueError: If the plan was made for a cache of another kind, or with another window,
-        placement, `ubatch_size` or number of cells, sequences or streams. Heads and dtypes may
-        differ.
+      ValueError: If the cache for which the plan was made had another `TableSpec`: another kind,
+        window, placement, `ubatch_size`, or number of cells, sequences or streams.
       ValueError: If an update or a defrag needs buffers that were donated.
 
     Examples:
@@ -66,8 +65,8 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     - The plan of an update becomes stale when the keys to rotate, or their angles, change.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
-    The plan of an update or a defrag is for all streams, and for all parts of a hybrid cache. The
-    accepted plans and the errors are those of `apply`.
+    The plan of an update or a defrag is for all streams, and for all parts of a hybrid cache.
+    `is_current` accepts the same plans as `apply`, and raises the same errors.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

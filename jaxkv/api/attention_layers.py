@@ -36,8 +36,8 @@ class AttentionLayers:
       ubatch: the tokens to compute.
 
     Raises:
-      TypeError: If `cache` or `ubatch` has the wrong type, or the model passes an option other than
-        `scale`, `softcap`, `sinks`, and the options of flax and `jax.nn`.
+      TypeError: If `cache` or `ubatch` has the wrong type, or the model passes an unsupported
+        option. Supported are `scale`, `softcap`, `sinks`, and the options that flax layers pass.
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
       ValueError: If the property `cache` is read before all layers were called.
@@ -89,7 +89,7 @@ class AttentionLayers:
         return self._attend(self._layers[len(self._called)], q, k, v, **options)
 
     def __getitem__(self, layer: int) -> Callable[..., Float[Array, "R T H Dv"]]:
-        """Return the attention function of a layer, such as for `attention_fn=layers[0]`."""
+        """Return the attention function of one layer, by layer number."""
         return partial(self._attend, layer)
 
     @property

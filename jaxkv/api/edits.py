@@ -1,7 +1,7 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-All ranges of positions are as in `seq_rm`. A ubatch that was planned before an edit of one of its
-streams is stale after the edit.
+The bounds `p0` and `p1` of a range have the same meaning in all edits; see `seq_rm`. A ubatch that
+was planned before an edit of one of its streams is stale after the edit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EditResult(NamedTuple):
     """Result of an edit.
 
     cache: The cache after all edits that were not refused.
-    ok: False if the edit was refused; an array `[n]` for n edits.
+    ok: False if the edit was refused; with n ranges (`seq_rm`), an array `[n]`.
     """
 
     cache: Cache
@@ -47,7 +47,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     - With a window, if the next token would attend to an evicted cell.
     - With recurrent states, if tokens follow the range, or if no state is stored at the position
       before the range.
-    - With a hybrid cache, if a part refuses, or if last positions would differ between parts.
+    - With a hybrid cache, if one part refuses, or if the parts would get different last positions.
 
     Args:
       cache: any cache.
@@ -66,7 +66,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       TypeError: If an id or a bound is not an integer.
 
     Examples:
-      Remove two tokens, then the last token (`p0=-1` would remove the whole sequence):
+      Remove the tokens at positions 1 and 2. Then remove the last token:
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=2)
@@ -104,13 +104,13 @@ def seq_cp(
 ) -> EditResult:
     """Copy a range of one sequence to other sequences, for example to fork a chat.
 
-    Within a stream, the copy shares the cells of the range and copies no buffer. A target keeps its
-    old tokens: first remove its tokens in the range (`seq_rm`). A copy to another stream copies
-    keys and values, and replaces all old tokens of the target. Several targets in one stream share
-    one copy. Recurrent states and the encoder source of a target are replaced, unless the range is
-    empty. Repeating a copy has no effect.
+    Within a stream, the copy shares the cells of the range and copies no buffer. A target in the
+    stream of `src` keeps its old tokens, so first remove its tokens in the range (`seq_rm`). A copy
+    to another stream copies keys and values, and replaces all old tokens of the target. For several
+    targets in one other stream, keys and values are copied once. Recurrent states and the encoder
+    source of a target are replaced, unless the range is empty. Repeating a copy has no effect.
 
-    - `ok` is False if the stream of a target has too few free cells (only if 1 < S < Q).
+    - `ok` is False if 1 < S < Q, and the stream of a target has too few free cells.
     - `ok` is False if no recurrent state is stored at the end of the range.
     - `ok` is False if the next token of a target would attend to an evicted cell.
 
@@ -120,7 +120,7 @@ def seq_cp(
       dst: sequence id of the target, or a list of ids. Traced ids out of range have no effect.
       p0: first position to copy; -1 means 0. A traced bound below -1 sets `ok` to False.
       p1: one past the last position to copy; None or -1 means no end.
-      donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
+      donate: Outside of `jit`, True lets a copy to another stream reuse the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 
     Raises:
@@ -167,8 +167,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       cache: any cache.
       parents: id of the parent of each sequence to replace. Ids may be repeated, and a sequence may
         be its own parent.
-      sequences: distinct ids of the sequences to replace. Other sequences are unchanged. A pair
-        with a traced id out of range has no effect; for a repeated traced id, the last pair counts.
+      sequences: distinct ids of the sequences to replace. Other sequences are unchanged. A sequence
+        is unchanged if a traced id of the sequence or of its parent is out of range. If a traced id
+        is repeated, its last parent is copied.
       donate: see `seq_cp`.
 
     Raises:
@@ -227,8 +228,8 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
-    of its owners. `seq_add` does not check whether positions become equal; `Cache.can_seq_add`
-    returns whether they would stay unique in each sequence.
+    of its owners. `seq_add` can give two tokens of a sequence equal positions; to avoid this, first
+    call `Cache.can_seq_add`.
 
     If `ok` is False, the cache is unchanged. `ok` is False if a position would reach 2**31 - 1, if
     the next token of a sequence would attend to an evicted cell, or if the last positions of the

@@ -56,22 +56,22 @@ def attend(
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
-      sinks: an additional logit for each head. It adds to the denominator of the softmax, but has
-        no value.
+      sinks: an additional logit for each head. The sink has no value: it only increases the
+        denominator of the softmax.
       bias: logits that are added to the scaled and capped dot products, differentiable. The value
         -inf hides a cell from a head. Other values below -1.7e38 count as -1.7e38. NaN or inf makes
         the output of the head NaN. The bias is an array or a function:
 
         - An array of floats with four dimensions that broadcast to `[R, T, H, N]`, with cells in
           the order of `read_kv`.
-        - A function of query positions, cell positions (after `seq_add`) and heads, all int32.
-          Arguments and result have four dimensions that broadcast to `[P, H, T, N]`. The function
-          is static and hashed: define it once, with weights as leaves of a `jax.tree_util.Partial`
-          or of a dataclass that is a pytree.
+        - A function of three int32 arrays: query positions, current cell positions and head
+          numbers. The arrays and the result have four dimensions that broadcast to `[P, H, T, N]`.
+          The function is static and hashed, so define it once. Pass weights of the bias as leaves
+          of a function that is a pytree, such as a `jax.tree_util.Partial`.
 
-      causal: If False, tokens also attend to later tokens of the ubatch, limited only by a
-        symmetric window. The output of a token is NaN if the token would attend to tokens of a
-        later ubatch; use a larger `ubatch_size`.
+      causal: If False, tokens also attend to later tokens of the ubatch; only a symmetric window
+        limits how far ahead a token attends. The output of a token is NaN if the token would attend
+        to tokens of a later ubatch; use a larger `ubatch_size`.
       visible_until: the highest position that each token attends to; by default the position of the
         token. A higher position makes later tokens visible, as in an image or a prefix. A window is
         measured from the position of the token. The output is NaN if the ubatch ends before the
@@ -83,9 +83,10 @@ def attend(
       The cache with keys and values written, and the output in the dtype of `q`.
 
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
-      - A token that attends to a non-finite key or value gets NaN in the query heads that read this
-        key; other outputs are unaffected.
-      - If the ubatch is stale or not applied, affected streams are not written; their rows are NaN.
+      - If a token attends to a key or a value that is not finite, its output is NaN in the query
+        heads that read this key or value. Other outputs are unaffected.
+      - If the ubatch is stale for a stream, or not applied, nothing is written to the stream, and
+        the output rows of the stream are NaN.
       - If a ubatch of a stream did not write the layer, all output rows of the stream are NaN, for
         this ubatch and for later ones. To recover, `rewind` to a table from before the ubatch, or
         remove all tokens of the stream.
@@ -94,8 +95,8 @@ def attend(
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
       ValueError: If the ubatch already wrote the layer in the same trace, and the layer number is
         static. Outside of `jit`, a second write raises no error and replaces the first write.
-      ValueError: If the ubatch was planned for another cache, as in `apply`, or the buffers were
-        donated.
+      ValueError: If the ubatch was planned for a cache with another `TableSpec`, or the buffers
+        were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
@@ -106,7 +107,8 @@ def attend(
         `visible_until` is not of integers.
       TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given, or `v` although values are slices of the keys.
+      TypeError: If values are slices of the keys and `v` is given. For other values, if only one of
+        `k` and `v` is given.
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 
@@ -186,10 +188,10 @@ def read_kv(
 ) -> KVView:
     """Return keys, values and mask of a layer for the tokens of a ubatch.
 
-    Keys and values of all cells of a stream are returned. If S is 1 or the ubatch has a row for
-    each sequence, all rows of a stream form one list of tokens; otherwise each row is a list.
-    Reshape queries and their positions to `[P, T, ...]`; P and T are the first two sizes of the
-    mask. The arguments and errors of `read_kv` are those of `attend`.
+    `read_kv` groups the tokens of the ubatch into P lists, and returns all keys and values of each
+    list's stream. If S is 1, or if row r of the ubatch is sequence r, a list contains all rows of a
+    stream; otherwise each row is a list. Reshape queries and their positions to `[P, T, ...]`; P
+    and T are the first two sizes of the mask. Arguments and errors are those of `attend`.
 
     Returns:
       Keys, values, mask and positions of the cells, see `KVView`.
@@ -197,11 +199,12 @@ def read_kv(
       - Values are finite. A key is NaN if the key or the value of its token and head was not
         finite.
       - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
-        product or a sum. For derivatives, first replace such keys by zeros.
-      - The mask is False for padding and for a refused plan, unless the ubatch is stale.
-      - If the ubatch is not applied, or is stale for the stream of a list, the mask of the list is
-        True and the keys are NaN. The keys are also NaN if the layer was not written, or if a token
-        of the list attends to unwritten later tokens (`causal=False`, `visible_until`).
+        product or a sum. For derivatives, first replace these masked keys by zeros.
+      - Unless the ubatch is stale, the mask is False for padding and for tokens of a refused plan.
+      - If the ubatch is stale for a stream, or not applied, all mask entries of the stream are
+        True, and all its keys are NaN. All keys of a list are also NaN if the layer was not
+        written, or if a token of the list attends to later tokens that are not written
+        (`causal=False`, `visible_until`).
 
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:
@@ -265,7 +268,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
 def write_states(
     cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, Shaped[Array, "R ..."]]
 ) -> Cache:
-    """Write the recurrent states after the last tokens of each row of a ubatch.
+    """Write the recurrent states after each of the last E + 1 tokens of each row of a ubatch.
 
     A layer writes the states of a ubatch once; a second write has no effect. No state is written
     for padding, for a refused plan, or for a ubatch that is stale or not applied.
@@ -274,13 +277,14 @@ def write_states(
       cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the computed tokens.
-      states: by name, an array `[R, E + 1, ...]` of the states after each of the last E + 1 valid
-        tokens of a row, oldest first. States are cast to the dtype of the cache. The method
-        `Ubatch.state_write_steps` returns after how many tokens of a row each state is taken. A
-        state after 0 tokens is not written. If E is 0, an array `[R, ...]` is accepted too.
+      states: dict from the name of each state to an array `[R, E + 1, ...]`. An array contains the
+        states after each of the last E + 1 valid tokens of each row, oldest first. States are cast
+        to the dtype of the cache. `Ubatch.state_write_steps` returns the number of tokens of the
+        row that each state includes. A state after 0 tokens is not written. If E is 0, an array
+        `[R, ...]` is accepted too.
 
     Raises:
-      ValueError: If names or shapes are not those of the cache, or if `read_states` would raise.
+      ValueError: If state names or shapes differ from the spec, or if `read_states` would raise.
       TypeError: If `states` is not a mapping, or if `read_states` would raise.
 
     Examples:

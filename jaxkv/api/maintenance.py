@@ -45,8 +45,8 @@ def init_update(cache: Cache) -> MaintenancePlan:
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
     """Plan the moves that bring all used cells to the front of their stream.
 
-    With striped placement, cells move to the front of their run. With tiled placement, whole tiles
-    are moved, and free cells inside a tile are not filled. Recurrent states
+    With striped placement, used cells move to the cells that the placement fills first. With tiled
+    placement, whole tiles are moved, and free cells inside a tile are not filled. Recurrent states
     are never moved.
 
     Args:
@@ -57,9 +57,9 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
-      the number of cells to move. For attention, the fields `source`, `destination` and `length`,
-      `[S, n]` int32, contain the first source cell, the first destination cell and the number of
-      cells of each run. Unused entries have length 0.
+      the number of cells to move. For attention, each run of cells to move has an entry in the
+      fields `source` (first cell of the run), `destination` (cell to which the first cell moves)
+      and `length` (number of cells), `[S, n]` int32. Unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -138,11 +138,11 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 
 
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
-    """Undo steps: restore an earlier table, with the buffers of a later cache.
+    """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
-    The flag `ok` is False if a ubatch, a copy between streams, a defrag or an update overwrote a
-    cell of the earlier table or rotated its key. If `ok` is False, the later cache is returned.
-    After `rewind`, plans that were made for later tables are stale.
+    The flag `ok` is False if a cell of the earlier table was overwritten (by a ubatch, a copy
+    between streams or a defrag), or if an update rotated its key. If `ok` is False, the later cache
+    is returned. After `rewind`, plans that were made for later tables are stale.
 
     Cells are compared by hashes of the steps and edits that led to them. A removed and rewritten
     cell counts as overwritten, even with the same token. Two equal steps from the same cache have

@@ -35,7 +35,7 @@ def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
 
 
 def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
-    """Return the indices of the first `count` True values; if fewer are True, n is the padding.
+    """Return the indices of the first `count` True values, padded with n if fewer are True.
 
     >>> indices_of_true(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)

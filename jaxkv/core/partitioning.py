@@ -70,7 +70,7 @@ class ShardingRules:
         Args:
           sharding_rules: pairs of a logical axis and a mesh axis; only the first pair of each
             logical axis is used. The logical axes of a cache are the fields of `ShardingRules`, and
-            cache_batch, cache_heads and cache_sequence. Pairs of other axes are ignored.
+            cache_batch, cache_heads and cache_sequence. Pairs with other logical axes are ignored.
 
         Raises:
           ValueError: If no pair has a logical axis of a cache.

@@ -1,4 +1,4 @@
-"""Types for annotations, for type checkers and tests only. For letters of shapes see `jaxkv`."""
+"""Types for annotations, which only type checkers and tests read. For shapes see `jaxkv`."""
 
 from collections.abc import Sequence
 

@@ -145,7 +145,7 @@ def check_bool(
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
     """Return flags of a caller as bool; raise a TypeError for values that are not flags.
 
-    JAX arrays stay on their device. If `or_integers` is True, untraced integers 0 and 1 are flags.
+    JAX arrays stay on their device. If `or_integers` is True, untraced 0 and 1 count as flags.
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)

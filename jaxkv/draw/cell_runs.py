@@ -23,7 +23,7 @@ class CellRun:
     owners: ids of the sequences that own at least one cell of the run.
     positions: lowest and highest position in the run; None if all cells are empty.
     shift: lowest and highest pending shift in the run.
-    shared: whether several sequences own every cell of the run.
+    shared: whether each cell of the run has several owners; False if `mixed` is True.
     mixed: whether the run was merged from several runs.
     """
 

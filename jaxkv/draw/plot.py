@@ -251,7 +251,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
 
 
 def _cells_per_owner(view: CellView) -> np.ndarray:
-    """Return the number of cells whose lowest owner id is each sequence, `[Q]` int."""
+    """Return how many cells have each sequence as their lowest owner, `[Q]` int."""
     owner = view.owner
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 

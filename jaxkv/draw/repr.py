@@ -98,7 +98,7 @@ def fields_repr(value: Any) -> str:
 
 
 def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
-    """Return kind and sizes of a cache, read from the last axes, since `vmap` adds first axes."""
+    """Return kind and sizes of a cache, to which `vmap` may have added axes in front."""
     size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
     match table:
         case CellTable():

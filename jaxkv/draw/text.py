@@ -25,13 +25,13 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Args:
       cache: any cache. If the cache is split over processes, every process must call `show`.
-      width: highest number of characters in a line; None for no limit. If the cells do not fit, a
-        column shows a run of cells, and an additional first line shows the cell indices.
+      width: highest number of characters in a line; None for no limit. If lines would be longer, a
+        column shows a run of cells, and an additional first line shows cell indices.
 
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
-      cell with several owners. A third line, `shift`, shows pending shifts, if any. If a column
-      combines several runs, it has a tilde, all owners, and the lowest and highest position.
+      cell with several owners. A third line, `shift`, shows pending shifts, if any. A column for
+      several runs has a tilde, all owners, and the lowest and the highest position.
 
     Raises:
       TypeError: If the cache is traced, or has shapes instead of arrays.

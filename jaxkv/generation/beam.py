@@ -43,7 +43,7 @@ class BeamTexts(NamedTuple):
 
 
 class BeamSearch(NamedTuple):
-    """State of a search: unfinished hypotheses by score, finished ones by normalised score."""
+    """State of a beam search, with unfinished (`living`) and finished (`ended`) hypotheses."""
 
     living: BeamTexts
     ended: BeamTexts
@@ -159,8 +159,8 @@ def beam(
 
     The result has the W best hypotheses by normalised score, among all finished hypotheses and the
     beams of the last step. Equal scores are ordered by beam, then by token. The search ends after n
-    tokens, or if no beam can change the result. A refused plan (for example, no cell is free) or a
-    logit of NaN or +inf also ends the search, with a `reason`.
+    tokens, or when no further token of a beam can change the result. A refused plan (for example,
+    no cell is free) or a logit of NaN or +inf also ends the search, with a `reason`.
 
     Args:
       forward: See `prefill`.
@@ -169,7 +169,7 @@ def beam(
       logits: Logits of the last token of the prompt.
       num_beams: W, the number of beams, static. Each step computes one token for each beam.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
-      stop_tokens: `[k]`, or a set. Tokens that end a hypothesis; -1 is padding.
+      stop_tokens: Tokens that end a hypothesis, as a list `[k]` or a set; -1 is padding.
       sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. If 1 < S < Q, all ids must
         be in one stream. Forks of the first beam sequence replace the other beam sequences.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
@@ -178,10 +178,11 @@ def beam(
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. If the hypothesis is unfinished, only its last token is missing. If it is
-      finished, its longest common prefix with a beam of the last step is cached. To continue
-      hypothesis i, compute its tokens from index `num_cached[i]` on. If the sequence cannot be cut
-      there (no state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
+      hypothesis i. An unfinished hypothesis is cached except for its last token. Of a finished
+      hypothesis, the longest common prefix with a beam of the last step is cached. To continue
+      hypothesis i, compute its tokens from index `num_cached[i]` on. If a beam sequence cannot be
+      shortened to its prefix (no state is stored, or cells are evicted), the sequence is empty and
+      its `num_cached` is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.
@@ -189,7 +190,7 @@ def beam(
       ValueError: If the number of ids is not W, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
-      ValueError: If nothing is traced, and the first sequence is empty or the cache was donated.
+      ValueError: If untraced arguments have an empty first beam sequence or a donated cache.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
       TypeError: If a count, a sequence id or a stop token is not an integer.
 

@@ -28,8 +28,8 @@ class Constraint:
     time, since compiled programs are cached for them. To use several grammars in an engine,
     concatenate their transition tables, and start each request in the first state of its grammar.
 
-    first: State before the first generated token, a pytree of arrays; the same for every prompt.
-      All states have the shapes of `first`.
+    first: State before the first generated token, a pytree of arrays; it does not depend on the
+      prompt. All states have the shapes of `first`.
     allowed: Pure function that maps a state to a mask `[V]` of the tokens that may come next.
     advance: Pure function from a state and a token to the next state.
     """
@@ -42,9 +42,9 @@ class Constraint:
         """Return a sampler that samples only allowed tokens.
 
         If no token is allowed for a sequence, the sequence ends. The functions `allowed` and
-        `advance` also run for ended sequences and for draft tokens that are then rejected. If no
-        token is allowed, `advance` runs for token 0. The results of these calls are discarded, but
-        the functions must not raise.
+        `advance` must never raise, since they also run for ended sequences, for rejected draft
+        tokens and, with token 0, where no token is allowed. The results of these calls are
+        discarded.
 
         Args:
           sampler: Sampler that chooses among the allowed tokens.
@@ -82,7 +82,8 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: First state of every sequence if `bound` is None, else `[T, ...]` current states.
+    first: First state of all sequences if `bound` is None, else the current state of each of T
+      sequences.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 

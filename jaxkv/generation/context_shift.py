@@ -47,7 +47,7 @@ def context_shift(
 
       - The last position of the sequence is below `num_keep + num_discard - 1`.
       - Another sequence shares the cell of a token that would move.
-      - The window of the next token would again include positions of evicted tokens.
+      - The next token would attend to an evicted cell.
       - A traced `seq`, `num_keep` or `num_discard` is out of range.
 
     Raises:
@@ -82,7 +82,7 @@ def context_shift(
 
 
 class SelfExtendResult(NamedTuple):
-    """Result of `self_extend`, with `grouped` for the next call. If not `ok`, nothing changed."""
+    """Result of `self_extend`. The field `grouped` is an argument of the next call."""
 
     cache: Cache
     ok: Bool[Array, ""]
@@ -104,7 +104,7 @@ def self_extend(
 
     Args:
       cache: A cache without recurrent states.
-      seq: Id of the sequence. As usual, its next token gets the last position plus 1.
+      seq: Id of the sequence. The next token of the sequence gets the last position plus 1.
       grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
@@ -116,8 +116,8 @@ def self_extend(
 
       - Another sequence shares the cell of a token that would move.
       - The argument `grouped` is not from the last result, or grouped tokens were removed.
-      - An intermediate position would reach 2**31 - 1.
-      - The window of the next token would again include positions of evicted tokens.
+      - The next position, multiplied by `group`, exceeds 2**31 - 1.
+      - The next token would attend to an evicted cell.
 
     Raises:
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.

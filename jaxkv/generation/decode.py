@@ -61,8 +61,9 @@ def decode(
     - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or a logit is NaN or +inf.
     - The plan of the next token is refused, for example because no cell is free. The `Reason` is in
-      `finish_reason`. No cell that a token may attend to is overwritten; other sequences continue.
-    - Since the state was made, an edit changed the last cached token (`Reason.EDITED`).
+      `finish_reason`. Other sequences continue. Cells that a token can still attend to are not
+      overwritten.
+    - An edit changed the last cached token after the state was made (`Reason.EDITED`).
 
     Args:
       forward: See `prefill`.
@@ -77,8 +78,8 @@ def decode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Raises:
-      ValueError: If arrays of state or sampler differ in length, or the state was made for another
-        kind of sampler.
+      ValueError: If arrays of the state or the sampler are for different numbers of sequences, or
+        the state was made for another kind of sampler.
       ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, the cache was donated, or stop tokens are misshapen.
       ValueError: If the model function returns wrong results, see `generation.model_step`.

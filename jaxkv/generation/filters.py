@@ -156,7 +156,7 @@ def make_sampler(
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
       top_p: Keep the fewest most probable tokens with a total probability of at least `top_p`.
       min_p: Keep tokens with at least `min_p` times the highest probability.
-      repeat_penalty: Number that divides positive and multiplies negative logits of recent tokens.
+      repeat_penalty: Divisor of positive and multiplier of negative logits of recent tokens.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
@@ -224,9 +224,9 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
-    """Return a mask of the fewest highest logits with a total weight of at least `min_weight`.
+    """Return True for the highest logits, as few as reach a total weight of `min_weight`.
 
-    Equal logits have equal mask values. If the sum of all weights is lower, all values are True.
+    Equal logits have equal mask values. If the weights do not reach `min_weight`, all are True.
     """
     rank = _to_ordered_integers(logits)
     top = jnp.uint32(1 << 31)

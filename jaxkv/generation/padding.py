@@ -1,4 +1,4 @@
-"""Padding of token lists in front, and selection of array entries by sequence."""
+"""Token lists with padding in front, and selection of array entries by sequence."""
 
 from __future__ import annotations
 

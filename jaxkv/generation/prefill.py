@@ -150,8 +150,8 @@ def warm_up(
     """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
     The model has a program for each power of two up to `ubatch_size` tokens. Planning is compiled
-    for prompts of up to `longest` tokens. A later `prefill` of one such prompt compiles nothing, if
-    only its last token is an output. Other calls may compile small programs.
+    for prompts of up to `longest` tokens. A later `prefill` of one prompt of up to `longest` tokens
+    compiles nothing, if only its last token is an output. Other calls may compile small programs.
 
     To compile a loop such as `decode`, call the loop once with a state without active sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.

@@ -35,14 +35,14 @@ class PrefillResult(NamedTuple):
 class DecodeResult(NamedTuple):
     """Result of generating n tokens for each of T sequences.
 
-    Without a drafter, the last four fields are None.
+    Without a drafter, `num_model_steps`, `num_drafted`, `num_accepted` and `drafter` are None.
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
     tokens: Sampled tokens; -1 after the end. None if tokens were passed to `init_decode`.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
       of a sequence. NaN if a logit of NaN or +inf ended the sequence.
-    num_model_steps: Number of model steps while the sequence was active, with refused steps.
+    num_model_steps: Number of model steps while the sequence was active; refused steps also count.
     num_drafted: Number of draft tokens of each sequence.
     num_accepted: Number of accepted draft tokens, stop tokens included.
     drafter: The drafter for the next call of `speculate`.

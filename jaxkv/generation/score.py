@@ -43,11 +43,11 @@ def score(
 ) -> Float[Array, "T n"]:
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
-    Each prompt is computed once for all texts that follow the prompt, also in gradients.
-    Common prefixes of concrete prompts, or of concrete texts without prompts, are also computed
-    once: at most 3 for each prompt or text, each at least 16 tokens longer than the previous one.
-    Calls with lists share a compiled program if they have equal numbers of texts, and if all
-    lengths, and the numbers of prefixes, are equal after rounding up.
+    Each prompt is computed once for all texts that follow the prompt, also in gradients. If nothing
+    is traced, common prefixes of prompts (or of texts without prompts) are also computed once. A
+    prompt or text has at most 3 such prefixes, each at least 16 tokens longer than the previous
+    one. Two calls with lists use the same compiled program if they have equal numbers of texts, and
+    if lengths and numbers of prefixes round up to equal numbers.
 
     Args:
       forward: See `prefill`.
@@ -65,7 +65,7 @@ def score(
       Log-probabilities in float32: 0 for padding and for the first token of a text without a
       prompt, NaN for a token whose logits have a NaN or +inf. If texts or prompts are traced, the
       result is also NaN for tokens past the vocabulary, and for texts with an empty prompt. If
-      `texts` are lists, n is at least the length of the longest text.
+      `texts` are lists, rows of the result can be longer than the longest text.
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
@@ -169,7 +169,7 @@ def _score_levels(
     levels: list[TrieLevel],
     index: Int32[Array, "T n"] | None,
 ) -> tuple[Float[Array, "T n"], Array]:
-    """Return the log-probabilities of texts, and an empty array `[0, V]` to pass on the size V."""
+    """Return the log-probabilities of texts, and an array `[0, V]` that only shows the size V."""
     count = levels[0].parents.shape[0]
     ok, scores = jnp.array(True), []
     ends: Float[Array, "Q V"] | None = None
@@ -244,7 +244,7 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 def _levels_of_traced_rows(
     texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
-    """Return a level of the prompts, if any, and a level of the texts, with padding last."""
+    """Return a level for the prompts, if any, and a level for the texts; rows end with padding."""
     rows = _padding_last(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)

@@ -94,7 +94,7 @@ def trie_of_prompts(
 def _segments_by_level(
     texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """Return segments and parents of each level; a segment uses the lowest of its sequences."""
+    """Return segments and parents of each level; a segment has its texts' lowest sequence id."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []

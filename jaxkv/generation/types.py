@@ -1,4 +1,4 @@
-"""Types of arguments of generation loops, with T sequences, for type checkers and tests."""
+"""Types for arguments of generation loops of T sequences; type checkers and tests read them."""
 
 from collections.abc import Sequence
 

@@ -51,9 +51,9 @@ class Buffers:
 
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
       L + l is stream s of layer l. A key is rotated for the position of its cell minus the shift of
-      the cell. With n heads per row, K / n instead of K, and n * D instead of D.
-    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. With n heads
-      per row, K / n instead of K, and n * Dv instead of Dv.
+      the cell. If a row has n heads, the sizes K and D become K / n and n * D.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. If a row has n
+      heads, the sizes K and Dv become K / n and n * Dv.
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
       if the cache was made without `rope=`.
     stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
@@ -82,7 +82,7 @@ class Buffers:
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Return a list of `of_layer(k, v)` for each layer; if stacked, L times one result."""
+        """Return `of_layer(k, v)` for each layer; if stacked, the same result L times."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     @property
@@ -120,7 +120,7 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return sizes of an array of `depth` layers by the field of `ShardingRules` that splits it."""
+    """Return sizes of an array of `depth` layers; keys are field names of `ShardingRules`."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -178,8 +178,8 @@ def map_kv(
     """Replace the keys and values on each device by the result of the function `change`.
 
     The function gets a device's shard of all layers, or of one layer at a time if stacked. On a
-    mesh, the first `by_stream` arguments `[S, ...]` are split like the streams. All other arguments
-    are replicated.
+    mesh, the first `by_stream` arguments, of shape `[S, ...]`, are split like the streams. All
+    other arguments are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)

@@ -172,7 +172,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return last positions `[S, W, WORD]` in words where `asked`, `[W]`, is True."""
+    """Return last positions, `[S, W, WORD]`; EMPTY for words where `asked`, `[W]`, is False."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -211,8 +211,8 @@ def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range.
 
-    A cell without owners becomes empty. If the range reaches up to `evicted_below`, its
-    positions no longer count as evicted: `evicted_below` is lowered to `start`.
+    A cell without owners becomes empty. If the range reaches up to `evicted_below`, positions from
+    `start` on no longer count as evicted, and `evicted_below` is lowered to `start`.
     """
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
     gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))

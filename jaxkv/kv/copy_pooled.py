@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class CopyDemand(NamedTuple):
-    """Numbers of cells that a copy needs in each stream (`demand`), and may use (`found`)."""
+    """Numbers of cells that a copy needs (`demand`) and can use (`found`) in each stream."""
 
     demand: Int32[Array, " S"]
     found: Int32[Array, " S"]
@@ -74,7 +74,7 @@ class CopyPlan(NamedTuple, Generic[C]):
     origin: Index of each cell to copy, stream * N + cell. The first `need.demand[s]` entries of
       stream s are valid, also in `slots` and `arriving`.
     slots: Slot of each copied cell.
-    need: Number of cells that each stream needs, and number of cells that it may use.
+    need: Number of cells of each stream that the copy needs, and that it can use.
     """
 
     left: C

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CrossAttentionSlots(NamedTuple):
-    """Slots of decoder tokens, which use no cells: 0 if a token attends, else past all cells."""
+    """Slots of decoder tokens, which use no cells: 0 for a valid token, else past the last cell."""
 
     looks: Int32[Array, "R T"]
 
@@ -35,8 +35,8 @@ class CrossAttentionSlots(NamedTuple):
 class CrossAttentionTable(CellTable):
     """Table of encoder sources, without edits of positions; decoder tokens use no cells.
 
-    of_sources: True, static. JAX does not compare types of dataclasses; without this field it would
-      reuse programs compiled for a `CellTable`.
+    of_sources: True, static. JAX does not compare types of dataclasses; without this field, JAX
+      would reuse programs that were compiled for a `CellTable`.
     """
 
     of_sources: bool = field(default=True, metadata={"static": True})
@@ -96,7 +96,7 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-        """Return whether a copy is possible, and -1 as the last position of each target."""
+        """Return whether a copy is possible; for the last position of each target, return -1."""
         ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 

@@ -65,8 +65,9 @@ class DefragPlan(MaintenancePlan):
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
     """Plan all moves that close gaps, or the first `max_moves` runs of each stream.
 
-    If U cells of a stream are used, used cells of rank U or more (see `fill_order`) move to empty
-    cells of lower rank. In tiled placement, whole tiles move, even if this exceeds `max_moves`.
+    The rank of a cell is its place in `fill_order`. If a stream has U used cells, used cells with a
+    rank of U or more move to empty cells with a rank below U. In tiled placement, whole tiles move,
+    even if this exceeds `max_moves`.
     """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))

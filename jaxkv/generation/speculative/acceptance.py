@@ -27,8 +27,8 @@ def verify_draft(
 ) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
     """Accept or replace each of n draft tokens, and sample one token after the draft.
 
-    The returned mask is True for tokens that follow only accepted tokens. The returned sampler
-    state includes only the tokens in the mask.
+    The returned mask is True for a token if all draft tokens before the token were accepted. The
+    returned sampler state includes only the tokens in the mask.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -80,8 +80,9 @@ def verify_branches(
 ]:
     """Verify k branches of n draft tokens as `verify_draft` does; also return the selected branch.
 
-    The 1 + k * n logits of a sequence are of the last sampled token, then of the draft tokens,
-    branch by branch. Of a token that branches share, only the logits in the first branch are read.
+    A sequence has 1 + k * n rows of logits: one for the last sampled token, then one for each draft
+    token, branch by branch. If branches share a token, only the row in the first of these branches
+    is read.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]

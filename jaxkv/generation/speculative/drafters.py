@@ -66,7 +66,7 @@ class Drafter(ABC):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[Self, DraftTokens]:
-        """Draft tokens after the last sampled token of each sequence.
+        """Propose tokens after the last sampled token of each sequence.
 
         Args:
           sampler: Sampler of both the draft model and the verifying model.
@@ -115,7 +115,7 @@ class PromptLookup(Drafter):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[PromptLookup, DraftTokens]:
-        """Draft the tokens after the latest earlier occurrences of the last `ngram` tokens."""
+        """Draft the tokens that followed earlier occurrences of the last `ngram` tokens."""
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram

@@ -110,7 +110,7 @@ def speculate(
     too few free cells for a draft, the sequence continues without drafts. If the next token has no
     free cell, the sequence ends as in `decode`.
 
-    In a step, one branch is in the drafted sequence, and each other branch needs an empty sequence
+    In each step, one branch uses the drafted sequence, and each other branch uses an empty sequence
     of the same stream. If too few sequences are empty when a call starts, there are fewer branches.
 
     Args:

@@ -103,8 +103,8 @@ def plan_tree(
     """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
     The table is the result of `fork_branches`. Sequence ids ascend; a missing branch has the id Q.
-    The 1 + k * n outputs of a sequence are of the last sampled token, then of the draft tokens,
-    branch by branch. Of a token that branches share, only the first branch has a defined output.
+    A sequence has 1 + k * n outputs: one for the last sampled token, then one for each draft token,
+    branch by branch. If branches share a token, only its output in the first branch is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
@@ -133,7 +133,7 @@ def plan_tree(
 def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
-    """Return token indices in one row or, with `single_sequence_rows`, a padded row per branch."""
+    """Return token indices as one row; if `single_sequence_rows`, as a padded row per branch."""
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]

@@ -37,7 +37,7 @@ class TreeDraftModel(DraftModel):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[TreeDraftModel, DraftTokens]:
-        """Draft branches from the k best tokens, and continue each branch with its best tokens."""
+        """Start k branches with the k best tokens, and extend each branch by its best tokens."""
         table = self.cache.table
         last = last_positions(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
