@@ -41,8 +41,8 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
       hybrid cache, a tuple of the buffers of the parts.
-    written: while tracing, the last ubatch that a layer wrote, and the numbers of all layers that
-      wrote this ubatch. A second write by the same layer raises. Not part of the pytree.
+    written: while tracing, the ubatch that was written last, and the numbers of the layers that
+      have written the ubatch. A second write by the same layer raises. The pytree omits this field.
 
     llama.cpp: `llama_memory_i`.
     """

@@ -84,8 +84,7 @@ class CacheSpec:
         Raises:
           TypeError: If a count is not an integer, or a window or a rope has the wrong type.
           ValueError: If a count is below 1 or above 2**31 - 1.
-          ValueError: If a list does not have L entries, or a rope or a slice is invalid for the
-            keys.
+          ValueError: If a list does not have L entries, or a rope or slice is invalid for the keys.
 
         Examples:
           >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
@@ -141,11 +140,10 @@ class CacheSpec:
 
         Args:
           layers: L, the number of layers.
-          states: dict from the name of each state to a `jax.ShapeDtypeStruct` or a tuple `(shape,
-            dtype)`. The shape is that of one sequence in one layer.
+          states: dict from the name of each state to a `jax.ShapeDtypeStruct`, or to a tuple
+            `(shape, dtype)`. The shape is that of one sequence in one layer.
           shard_dims: dict from state names to (dimension, number of equal parts), such as (0,
-            heads), for states that a mesh may split. Other states are copied to all devices of a
-            stream.
+            heads), for states that a mesh may split. Other states are not split.
 
         Raises:
           TypeError: If a count is not an integer, or `states` has the wrong type.

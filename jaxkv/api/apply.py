@@ -25,7 +25,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 
     A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
     an update (`init_update`) or of a defrag (`defrag_plan`) changes table and buffers. A plan that
-    was refused or is stale leaves the cache unchanged (`Cache.is_current`).
+    was refused or is stale (see `Cache.is_current`) leaves the cache unchanged.
 
     Args:
       cache: any cache.

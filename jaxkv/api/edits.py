@@ -42,12 +42,13 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
 
     A cell is free when no sequence owns the cell. A whole sequence can always be removed. An
     encoder source is removed only if the range is from 0 to the end. A refused edit leaves the
-    cache unchanged, and `ok` is False. Removing only some tokens is refused in these cases:
+    cache unchanged, and `ok` is False. A removal of only some tokens of a sequence can be refused:
 
-    - With a window, if the next token would attend to an evicted cell.
-    - With recurrent states, if tokens follow the range, or if no state is stored at the position
-      before the range.
-    - With a hybrid cache, if one part refuses, or if the parts would get different last positions.
+    - With a window, a removal is refused if the next token would attend to an evicted cell.
+    - With recurrent states, a removal is refused if tokens follow the range, or if no state is
+      stored at the position before the range.
+    - With a hybrid cache, a removal is refused if one part refuses, or if the parts would get
+      different last positions.
 
     Args:
       cache: any cache.
@@ -167,9 +168,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       cache: any cache.
       parents: id of the parent of each sequence to replace. Ids may be repeated, and a sequence may
         be its own parent.
-      sequences: distinct ids of the sequences to replace. Other sequences are unchanged. A sequence
-        is unchanged if a traced id of the sequence or of its parent is out of range. If a traced id
-        is repeated, its last parent is copied.
+      sequences: distinct ids of the sequences to replace. A sequence is unchanged if a traced id of
+        the sequence or of its parent is out of range. If a traced id is repeated, its last parent
+        is copied.
       donate: see `seq_cp`.
 
     Raises:

@@ -83,8 +83,8 @@ def attend(
       The cache with keys and values written, and the output in the dtype of `q`.
 
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
-      - If a token attends to a key or a value that is not finite, its output is NaN in the query
-        heads that read this key or value. Other outputs are unaffected.
+      - If a token attends to a key or a value that is not finite, the token's output is NaN in the
+        query heads that read this key or value. Other outputs are unaffected.
       - If the ubatch is stale for a stream, or not applied, nothing is written to the stream, and
         the output rows of the stream are NaN.
       - If a ubatch of a stream did not write the layer, all output rows of the stream are NaN, for
@@ -101,7 +101,7 @@ def attend(
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
       ValueError: If a ubatch of encoder sources is passed to a self-attention layer.
-      ValueError: If decoder tokens pass `k`, `v` or `visible_until` to a cross-attention layer.
+      ValueError: If `k`, `v` or `visible_until` is passed for decoder tokens (cross-attention).
       TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
       TypeError: If `q`, `k`, `v`, `sinks` or a bias array is not an array of floats, or
         `visible_until` is not of integers.

@@ -14,8 +14,8 @@ X = TypeVar("X")
 def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
     """Run `step` `count` times, as `jax.lax.fori_loop` does; differentiable in `carry`.
 
-    The derivative always runs `limit` steps. A step with an index of `count` or more must therefore
-    return its carry unchanged. Pass traced arrays of an enclosing function in `args`.
+    The derivative always runs `limit` steps, so `step` must return the carry unchanged if the index
+    is `count` or more. Pass traced arrays of an enclosing function in `args`.
 
     >>> def step(i, x, count):
     ...     return jnp.where(i < count, 2 * x, x)

@@ -54,8 +54,8 @@ class ShardingRules:
     `jaxkv.sharding.fit_mesh`.
 
     streams: Axes that split the streams of tables and buffers.
-    kv_heads: Axes that split key/value heads (for MLA, query heads). The same axes split model
-      parameters and recurrent states, see `shard_dims` of `CacheSpec.recurrent`.
+    kv_heads: Axes that split key/value heads (for MLA, query heads). These axes also split model
+      parameters and recurrent states (`shard_dims` of `CacheSpec.recurrent`).
     cells: Axes that split the cells of each stream in the buffers, but not in the table.
     """
 

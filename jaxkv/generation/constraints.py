@@ -82,8 +82,7 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: First state of all sequences if `bound` is None, else the current state of each of T
-      sequences.
+    first: First state of all sequences if `bound` is None, else the states of T sequences.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 

@@ -61,8 +61,7 @@ def decode(
     - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or a logit is NaN or +inf.
     - The plan of the next token is refused, for example because no cell is free. The `Reason` is in
-      `finish_reason`. Other sequences continue. Cells that a token can still attend to are not
-      overwritten.
+      `finish_reason`. Other sequences continue, and no visible cell is overwritten.
     - An edit changed the last cached token after the state was made (`Reason.EDITED`).
 
     Args:

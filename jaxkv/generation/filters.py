@@ -154,9 +154,9 @@ def make_sampler(
     Args:
       temperature: Divisor of logits; 0 always takes the token with the highest logit.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Keep the fewest most probable tokens with a total probability of at least `top_p`.
+      top_p: Keep the most probable tokens, as few as reach a total probability of `top_p`.
       min_p: Keep tokens with at least `min_p` times the highest probability.
-      repeat_penalty: Divisor of positive and multiplier of negative logits of recent tokens.
+      repeat_penalty: Divides positive logits of recent tokens, and multiplies negative logits.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.

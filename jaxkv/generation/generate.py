@@ -72,8 +72,8 @@ def generate(
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
-        `i * num_samples`. Forks of this sequence replace the sequences of the other samples. The
-        input cache stays valid; its buffers are copied once.
+        `i * num_samples`; forks of the sequence replace the other samples' sequences. The input
+        cache stays valid; its buffers are copied once.
       dtype: Dtype of keys and values in a new cache, see `make_cache`.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
@@ -82,9 +82,9 @@ def generate(
         each of P * num_samples sequences. A sample does not depend on the number of other samples.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: A `Drafter`, which drafts several tokens of each sequence per step; see `speculate`.
-      on_tokens: Function called with a sequence id and its new tokens, once these are on the CPU.
+      on_tokens: Function called with a sequence id and a list of new tokens of the sequence.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`. With
-        a drafter, random samples and the counts of draft tokens depend on this number.
+        a drafter, random samples and the counts of draft tokens depend on `tokens_per_call`.
 
     Returns:
       A `DecodeResult`; the method `DecodeResult.lists` omits the padding of tokens. A sequence ends

@@ -58,7 +58,7 @@ def prefill(
 
     Raises:
       PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
-      ValueError: If the plan is stale or of another length, or is passed with `ubatch_size`.
+      ValueError: If the plan is stale, has another number of tokens, or comes with `ubatch_size`.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
       TypeError: If the plan is not a `Plan`, or tokens are not integers.
 

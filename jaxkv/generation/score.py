@@ -43,11 +43,11 @@ def score(
 ) -> Float[Array, "T n"]:
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
-    Each prompt is computed once for all texts that follow the prompt, also in gradients. If nothing
-    is traced, common prefixes of prompts (or of texts without prompts) are also computed once. A
-    prompt or text has at most 3 such prefixes, each at least 16 tokens longer than the previous
-    one. Two calls with lists use the same compiled program if they have equal numbers of texts, and
-    if lengths and numbers of prefixes round up to equal numbers.
+    Each prompt is computed once for all texts that follow the prompt, also in gradients. If texts
+    and prompts are not traced, common prefixes of prompts (or of texts without prompts) are also
+    computed once. A prompt or text has at most 3 such prefixes, each at least 16 tokens longer than
+    the previous one. Two calls with lists use the same compiled program if they have equal numbers
+    of texts, and if lengths and numbers of prefixes round up to equal numbers.
 
     Args:
       forward: See `prefill`.

@@ -29,7 +29,7 @@ class TrieLevel:
     """Rows of tokens that are computed at once; each row continues a sequence.
 
     tokens: padded with -1 at the end of a row.
-    sequences: -1 for a row of padding.
+    sequences: sequence id of each row; -1 for a row of padding.
     parents: the sequence from which each sequence is forked before the level is computed.
     is_scored: static, whether log-probabilities of the tokens are returned.
     """

@@ -87,7 +87,7 @@ class Buffers:
 
     @property
     def head_sizes(self) -> list[tuple[int, int, int | ValueSlice]]:
-        """K, D and Dv of each layer, with the slice of the keys in place of Dv if there is one."""
+        """K, D and Dv of each layer; if values are slices of keys, the slice in place of Dv."""
 
         def of_layer(k: Stored, v: Values) -> tuple[int, int, int | ValueSlice]:
             value = v if isinstance(v, ValueSlice) else v.shape[-1] // n
@@ -97,7 +97,7 @@ class Buffers:
         return self.map_layers(of_layer)
 
     def layer(self, number: int | jax.Array) -> LayerKV:
-        """Return the keys and values of a layer; a `LayerView` of each if layers are stacked."""
+        """Return the keys and values of a layer; if layers are stacked, as two `LayerView`."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]

@@ -209,11 +209,7 @@ def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
 
 
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
-    """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range.
-
-    A cell without owners becomes empty. If the range reaches up to `evicted_below`, positions from
-    `start` on no longer count as evicted, and `evicted_below` is lowered to `start`.
-    """
+    """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range."""
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
     gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
     # Positions that the caller removes no longer count as evicted.
@@ -233,7 +229,7 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Make the sequences `dst` owners of the cells of `src` in a range, all in one stream."""
+    """Make sequences `dst`, in the stream of `src`, owners of the cells of `src` in a range."""
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
@@ -255,7 +251,7 @@ def eviction_mark_of_copy(
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Replace the cells of each target by those of its parent, all at once and in one stream."""
+    """Replace the cells of all targets at once by the cells of parents in the same stream."""
     # Targets are distinct; a target of Q or more is skipped.
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ def copy_between_streams(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[C, Buffers]:
-    """Replace each sequence in `dst`, except `src`, by a range of `src`, and copy its shifts."""
+    """Replace each sequence in `dst`, except `src`, by a range of `src`, with its shifts."""
     # Copied tokens keep their cell indices, so contiguous cells are copied as slices.
     targets = jnp.atleast_1d(dst)
 

@@ -80,9 +80,7 @@ def verify_branches(
 ]:
     """Verify k branches of n draft tokens as `verify_draft` does; also return the selected branch.
 
-    A sequence has 1 + k * n rows of logits: one for the last sampled token, then one for each draft
-    token, branch by branch. If branches share a token, only the row in the first of these branches
-    is read.
+    The logits of a sequence are in the order of the outputs of `token_tree.plan_tree`.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]

@@ -51,8 +51,8 @@ def draft_model(
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.
       ValueError: If the cache stores too few recurrent states, or was donated.
-      ValueError: If there are several branches, and the cache has recurrent states, or fewer than
-        `T * k` sequences, or only one sequence in each stream.
+      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
+        sequences, or one sequence in each stream.
       TypeError: If the argument `forward` is not a function.
 
     Examples:

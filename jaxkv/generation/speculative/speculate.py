@@ -128,10 +128,10 @@ def speculate(
 
     Raises:
       ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
-      ValueError: If there are several branches, and the cache has recurrent states, or fewer than
-        `T * k` sequences, or only one sequence in each stream.
+      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
+        sequences, or one sequence in each stream.
       ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
-      ValueError: If the drafter or its cache has another number of sequences, or was donated.
+      ValueError: If drafter and state differ in T, caches differ in Q, or a cache was donated.
       TypeError: If the drafter, the sampler or the state has the wrong type.
 
     Examples:

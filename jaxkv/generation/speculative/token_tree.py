@@ -29,7 +29,7 @@ class TreeNodes(NamedTuple):
     """Tokens that the branches of T sequences share.
 
     owns: `owns[t, i, j, m]` is True if tokens 0 to j are equal in branches i and m of sequence t.
-    first: True for tokens to compute: no earlier branch shares these tokens.
+    first: True for a draft token that no earlier branch shares; only such tokens are computed.
     """
 
     owns: Bool[Array, "T k n k"]
