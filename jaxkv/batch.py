@@ -457,7 +457,7 @@ def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int
 def expand_streams_to_rows(
     x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
 ) -> Shaped[Array, "R ..."]:
-    """Return for each row the entry of its stream in `x`; `in_order` if row r is sequence r."""
+    """Return the entry of each row's stream in `x`; pass `in_order` if row r is sequence r."""
     if not in_order:
         return x[row_stream]
     rows, streams = row_stream.shape[0], x.shape[0]

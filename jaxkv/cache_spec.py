@@ -75,7 +75,7 @@ class CacheSpec:
           value_dim: Dv, the size of a value: one number, or one for each layer; default D. A slice
             means that values are slices of the keys, as in latent attention (MLA). Values that are
             slices are not stored, and models pass only keys. The slice must leave out at least one
-            number of the key, and all first numbers that the rope rotates.
+            number of the key, and the first numbers, which the rope rotates.
           window: `Window` of all layers; None for no limit.
           rope: rotation of the keys that models pass to `attend`: one rope, or a tuple with one
             rope for each layer. None means that keys are not rotated. If no rope is given,
@@ -252,7 +252,7 @@ class CacheSpec:
           TypeError: If an argument is not a pair of a spec and layer numbers.
           ValueError: If there are no parts, or a part does not have one distinct number for each
             layer.
-          ValueError: If a layer is in several parts with keys, or in several parts with states.
+          ValueError: If two parts with keys, or two parts with states, contain the same layer.
           ValueError: If there are several `cross_attention` parts, if all parts are
             `cross_attention`, or if a hybrid part contains a `cross_attention` part.
 

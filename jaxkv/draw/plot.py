@@ -108,8 +108,8 @@ def occupancy(
     Args:
       steps: caches, or numbers of used cells from `cache.num_used_cells()`, one for each step.
         For caches, each owner has its own area; a shared cell counts only for the lowest owner id.
-      cells: number of cells, drawn as a horizontal line. By default, the number of cells of the
-        first cache; no line if `steps` are numbers.
+      cells: number of cells, drawn as a horizontal line. By default, the number is that of the
+        first cache; no line is drawn if `steps` are numbers.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:

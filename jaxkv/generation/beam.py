@@ -178,8 +178,8 @@ def beam(
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. An unfinished hypothesis is cached except for its last token. Of a finished
-      hypothesis, the longest common prefix with a beam of the last step is cached. To continue
+      hypothesis i. An unfinished hypothesis is cached except for its last token. For a finished
+      hypothesis, the longest prefix that a beam of the last step shares is cached. To continue
       hypothesis i, compute its tokens from index `num_cached[i]` on. If a beam sequence cannot be
       shortened to its prefix (no state is stored, or cells are evicted), the sequence is empty and
       its `num_cached` is -1.

@@ -42,9 +42,8 @@ class Constraint:
         """Return a sampler that samples only allowed tokens.
 
         If no token is allowed for a sequence, the sequence ends. The functions `allowed` and
-        `advance` must never raise, since they also run for ended sequences, for rejected draft
-        tokens and, with token 0, where no token is allowed. The results of these calls are
-        discarded.
+        `advance` must never raise: they also run for ended sequences and rejected draft tokens, and
+        `advance` runs with token 0 if no token is allowed. Results of such runs are discarded.
 
         Args:
           sampler: Sampler that chooses among the allowed tokens.

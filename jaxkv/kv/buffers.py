@@ -120,7 +120,7 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return sizes of an array of `depth` layers; keys are field names of `ShardingRules`."""
+    """Return sizes of an array of `depth` layers, by field name of `ShardingRules`."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 

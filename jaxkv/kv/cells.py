@@ -251,7 +251,7 @@ def eviction_mark_of_copy(
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Replace the cells of all targets at once by the cells of parents in the same stream."""
+    """Replace the cells of all targets at once by their parents' cells in the same stream."""
     # Targets are distinct; a target of Q or more is skipped.
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:

@@ -74,7 +74,7 @@ class CopyPlan(NamedTuple, Generic[C]):
     origin: Index of each cell to copy, stream * N + cell. The first `need.demand[s]` entries of
       stream s are valid, also in `slots` and `arriving`.
     slots: Slot of each copied cell.
-    need: Number of cells of each stream that the copy needs, and that it can use.
+    need: Numbers of needed and of usable cells of each stream.
     """
 
     left: C

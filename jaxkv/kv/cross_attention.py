@@ -33,7 +33,7 @@ class CrossAttentionSlots(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CrossAttentionTable(CellTable):
-    """Table of encoder sources, without edits of positions; decoder tokens use no cells.
+    """Table of encoder sources, whose positions never change; decoder tokens use no cells.
 
     of_sources: True, static. JAX does not compare types of dataclasses; without this field, JAX
       would reuse programs that were compiled for a `CellTable`.
