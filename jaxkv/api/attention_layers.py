@@ -37,7 +37,7 @@ class AttentionLayers:
 
     Raises:
       TypeError: If `cache` or `ubatch` has the wrong type, or the model passes an unsupported
-        option. Supported are `scale`, `softcap`, `sinks`, and the options that flax layers pass.
+        option. A model can pass `scale`, `softcap`, `sinks`, and the options that flax layers pass.
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
       ValueError: If the property `cache` is read before all layers were called.

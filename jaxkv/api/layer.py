@@ -107,8 +107,8 @@ def attend(
         `visible_until` is not of integers.
       TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
-      TypeError: If values are slices of the keys and `v` is given. For other values, if only one of
-        `k` and `v` is given.
+      TypeError: If only one of `k` and `v` is given, unless values are slices of the keys; then `v`
+        must be None.
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 
