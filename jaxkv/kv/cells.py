@@ -304,8 +304,7 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 
 
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether each sequence and its partner (numbered within the stream) own the same
-    cells."""
+    """Return whether each sequence owns the same cells as the sequence `partner` of its stream."""
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
