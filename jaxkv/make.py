@@ -84,9 +84,10 @@ def make_cache(
         values. All layers must have equal sizes. The cache can be the carry of a `jax.lax.scan`
         over layers, which compiles only one layer: `attend`, `write_kv` and `read_kv` accept a
         traced int32 layer number. Calls with a number out of range write nothing and return NaN.
-      heads_per_row: n, the number of neighbouring heads that an array stores as one head of size n
-        * D; without effect on the results of functions. By default 128 / D on a TPU if the layers
-        allow it, since a TPU writes heads of fewer than 128 numbers slowly; otherwise 1.
+      heads_per_row: n, the number of neighbouring heads that are stored as one head of size
+        n * D, without effect on the results of functions. On a TPU, which writes heads of fewer
+        than 128 numbers slowly, the default is 128 / D. The default is 1 on other platforms, if
+        the heads cannot be stored so, or if there are several devices and no `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
@@ -154,7 +155,7 @@ def make_cache(
         "heads_per_row": heads_per_row,
     }
     rules = ShardingRules() if sharding_rules is None else sharding_rules
-    devices = jax.device_count() if mesh is None else rules.devices(mesh, "kv_heads")
+    devices = None if mesh is None else rules.devices(mesh, "kv_heads")
     make = partial(_make_from_spec, spec, pools, by_part, devices)
     if mesh is not None:
         return make_sharded(make, mesh, rules)
@@ -164,7 +165,7 @@ def make_cache(
 
 
 def _make_from_spec(
-    spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any], devices: int
+    spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any], devices: int | None
 ) -> Cache:
     """Make a cache, or each part of a hybrid cache, from the options of `make_cache`."""
     if spec.parts:

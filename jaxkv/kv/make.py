@@ -1,6 +1,7 @@
 """Construction of an attention cache: checks of sizes, an empty table and empty buffers."""
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,9 @@ from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Stored, make_stored_zeros
 from jaxkv.window import num_cells_for_window
 
+HEAD_DEVICES: ContextVar[int | None] = ContextVar("HEAD_DEVICES", default=None)
+"""Number of devices that split the heads of a cache, while `sharding.shapes` calls its maker."""
+
 
 def make_attention_cache(
     spec: CacheSpec,
@@ -34,9 +38,9 @@ def make_attention_cache(
     placement: str,
     stacked: bool,
     heads_per_row: int | None,
-    devices: int,
+    devices: int | None,
 ) -> Cache:
-    """Implement `make_cache` for attention layers, whose heads `devices` devices may split."""
+    """Implement `make_cache` for attention layers; `devices` devices split the heads, if known."""
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -94,10 +98,10 @@ def default_heads_per_row(
     devices: int | None = None,
     platform: str | None = None,
 ) -> int:
-    """Return 128 / D for TPUs if D divides 128 in all layers, and devices can split as many heads.
+    """Return 128 / D for TPUs if all heads have size D, and devices can split rows like heads.
 
-    Quantised heads have a scale each, and values that are slices of the keys have one key head, so
-    their default is 1.
+    The default number of devices is that of `sharding.shapes`. Without `shapes`, a process with
+    several devices may split the heads later in any way, so the result is 1.
 
     >>> default_heads_per_row([8], [64], [64], jnp.dtype("bfloat16"), devices=1, platform="tpu")
     2
@@ -105,9 +109,11 @@ def default_heads_per_row(
     size = head_dims[0]
     if (jax.default_backend() if platform is None else platform) != "tpu" or size >= LANES:
         return 1
-    n = LANES // size
+    devices = HEAD_DEVICES.get() if devices is None else devices
+    if devices is None and jax.device_count() > 1:
+        return 1
+    n, devices = LANES // size, devices or 1
     fits = n * size == LANES and dtype.itemsize > 1 and {*head_dims, *value_dims} == {size}
-    devices = jax.device_count() if devices is None else devices
     can_split = all(
         heads % n == 0 and (heads % devices != 0 or heads // n % devices == 0) for heads in kv_heads
     )
@@ -120,7 +126,7 @@ def _check_heads_per_row(
     head_dims: tuple[int, ...],
     value_dims: tuple[int | ValueSlice, ...],
     dtype: jnp.dtype,
-    devices: int,
+    devices: int | None,
 ) -> int:
     """Return the number of heads in a row; raise if the heads cannot be stored in such rows."""
     if heads_per_row is None:

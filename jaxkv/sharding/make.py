@@ -16,6 +16,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, to_host
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.jit_helpers import check_concrete_cache
+from jaxkv.kv.make import HEAD_DEVICES
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -54,7 +55,11 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream or
         cell is not split, and raises no error.
     """
-    cache = jax.eval_shape(make)
+    token = HEAD_DEVICES.set(sharding_rules.devices(mesh, "kv_heads"))
+    try:
+        cache = jax.eval_shape(lambda: make())  # a new function, not traced before without devices
+    finally:
+        HEAD_DEVICES.reset(token)
     where = shardings(cache, mesh, sharding_rules)
     table, buffers = split(cache)
 

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +98,18 @@ def test_default_heads_per_row_fill_lanes_and_can_be_split(
     sizes = heads, keys, values, dtype
     assert default_heads_per_row(*sizes, devices=devices, platform="tpu") == wanted
     assert default_heads_per_row(*sizes, devices=devices, platform="gpu") == 1
+
+
+def test_default_heads_per_row_is_that_of_the_mesh(monkeypatch):
+    """Shapes of a maker without the mesh equal those of a cache on the mesh."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    make = partial(make_cache, CacheSpec.attention(layers=1, kv_heads=4, head_dim=64), cells=8)
+    assert jax.eval_shape(make).buffers.heads_per_row == 1  # several devices, and no mesh
+    for tensor, rows in ((2, 2), (4, 1)):
+        mesh = mesh_of(tensor=tensor)
+        shapes = sharding.shapes(make, mesh, sharding.ShardingRules())
+        chex.assert_trees_all_equal_shapes_and_dtypes(shapes, make(mesh=mesh))
+        assert shapes.buffers.heads_per_row == rows
 
 
 def test_device_bytes_of_rows_equal_those_of_heads():
