@@ -93,9 +93,9 @@ def make_cache(
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:
-      The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or
-        `[S, K / n, N, n * D]` and `[S, K / n, N, n * Dv]` with n heads per row. A
-      recurrent layer has states `[S, n, ...]`, where n is Q / S * (E + 1).
+      The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`; with
+      n heads per row, `[S, K / n, N, n * D]` and `[S, K / n, N, n * Dv]`. A recurrent layer has
+      states `[S, Q / S * (E + 1), ...]`.
 
     Stacked caches have these costs, measured in `docs/performance.md`:
 
