@@ -85,7 +85,8 @@ def device_bytes(
     """Return the bytes of a cache on each device of a mesh, without allocating the cache.
 
     Args:
-      cache: cache, or its shapes from `jax.eval_shape`.
+      cache: cache, or its shapes from `sharding.shapes`. `jax.eval_shape` gives the same bytes
+        unless the default `heads_per_row` depends on the mesh, as on a TPU.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
       heads: number of query heads, for the field `sent`; default: the number of key/value heads.
@@ -113,8 +114,7 @@ def device_bytes(
       in all                     8,470,608 bytes
       sent in a step                     0 bytes
     """
-    all_buffers = [part.buffers for part in cache.parts if isinstance(part.buffers, Buffers)]
-    of_keys = {kv_heads for buffers in all_buffers for kv_heads, _, _ in buffers.head_sizes}
+    of_keys = num_kv_heads(cache)
     if heads is not None and any(check_count(heads, "heads") % kv_heads for kv_heads in of_keys):
         raise ValueError(
             f"expected heads a multiple of kv_heads {sorted(of_keys)}, got {heads}; pass the "
@@ -145,9 +145,10 @@ def device_bytes(
     )
 
 
-def key_arrays(cache: Cache) -> list[Stored]:
-    """Return the arrays of keys of all attention layers, see `Buffers`."""
-    return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
+def num_kv_heads(cache: Cache) -> set[int]:
+    """Return the different numbers of key/value heads of the attention layers."""
+    buffers = [part.buffers for part in cache.parts if isinstance(part.buffers, Buffers)]
+    return {kv_heads for x in buffers for kv_heads, _, _ in x.head_sizes}
 
 
 def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
@@ -180,13 +181,14 @@ def _softmax_bytes(
 
 def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
     """Return a message for each size that is not split although the rules name a mesh axis."""
-    sizes = [("streams", part.table.spec.streams)]
-    sizes += [("kv_heads", k.shape[1]) for k in key_arrays(part)]
+    sizes = [("streams", part.table.spec.streams, 1)]
+    n = part.buffers.heads_per_row if isinstance(part.buffers, Buffers) else 1
+    sizes += [("kv_heads", kv_heads, n) for kv_heads in sorted(num_kv_heads(part))]
     return [
         f"{name} ({size}) are not split by {', '.join(sharding_rules.present(mesh, name))}"
-        for name, size in sizes
+        for name, size, n in sizes
         if sharding_rules.present(mesh, name)
-        and not sharding_rules.split(mesh, **{name: size})[name]
+        and not sharding_rules.split(mesh, **{name: size // n})[name]
     ]
 
 

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.cache import Cache
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.sharding.device_bytes import key_arrays
+from jaxkv.sharding.device_bytes import num_kv_heads
 
 if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
@@ -58,7 +58,7 @@ def fit_mesh(
             f"expected a surplus of {get_args(Surplus)}, got {surplus!r}; pass one of them"
         )
     axes = sharding_rules.present(mesh, "kv_heads")
-    heads = {x.shape[1] for x in key_arrays(cache)} - {1}
+    heads = num_kv_heads(cache) - {1}
     devices = sharding_rules.devices(mesh, "kv_heads")
     fit = gcd(devices, *heads)
     if not heads or fit == devices:

@@ -47,7 +47,7 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
     be the target of an Orbax restore.
 
     Args:
-      make: function without arguments that makes the cache; all sizes must be static.
+      make: function without arguments that makes the cache, not jitted; all sizes must be static.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
 

@@ -91,7 +91,8 @@ def load(
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
     A new cache has the sizes of the saved cache and each token in its saved cell. Its results are
-    bit-identical. Ubatches of the saved cache are stale in streams with saved tokens.
+    bit-identical if both caches have the same `heads_per_row`, which is the default of the
+    platform. Ubatches of the saved cache are stale in streams with saved tokens.
 
     If `into` is a cache, the saved sequences replace sequences of that cache. Both caches may have
     different numbers of cells, sequences and streams, and different placements. Cells are chosen as

@@ -112,6 +112,18 @@ def test_default_heads_per_row_is_that_of_the_mesh(monkeypatch):
         assert shapes.buffers.heads_per_row == rows
 
 
+def test_fit_mesh_and_messages_count_heads_not_rows():
+    mesh, rules = mesh_of(tensor=4), sharding.ShardingRules()
+    spec = CacheSpec.attention(layers=1, kv_heads=6, head_dim=64)
+    found = []
+    for rows in (1, 2):
+        shapes = jax.eval_shape(partial(make_cache, spec, cells=16, heads_per_row=rows))
+        fitted, _ = sharding.fit_mesh(shapes, mesh, rules)
+        found.append((dict(fitted.shape), sharding.device_bytes(shapes, mesh, rules).whole))
+    assert found[0] == found[1] == ({"tensor": 2, "cells": 2}, (found[0][1][0],))
+    assert "kv_heads (6)" in found[0][1][0]
+
+
 def test_device_bytes_of_rows_equal_those_of_heads():
     mesh, rules = mesh_of(tensor=2, cells=2), sharding.ShardingRules(cells="cells")
     found = [
