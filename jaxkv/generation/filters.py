@@ -152,18 +152,22 @@ def make_sampler(
     skipped unless its number is traced.
 
     Args:
-      temperature: Divisor of logits; 0 always takes the token with the highest logit.
+      temperature: Divisor of logits, at least 0. With 0 the token with the highest logit is taken,
+        and `top_k`, `top_p` and `min_p` have no effect.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Keep the most probable tokens, as few as reach a total probability of `top_p`.
-      min_p: Keep tokens with at least `min_p` times the highest probability.
-      repeat_penalty: Divides positive logits of recent tokens, and multiplies negative logits.
+      top_p: Keep the most probable of these tokens, as few as reach a total probability of `top_p`
+        (above 0, at most 1).
+      min_p: Keep tokens with at least `min_p` times the highest probability; from 0 to 1.
+      repeat_penalty: Divides positive logits of recent tokens, and multiplies negative logits;
+        above 0.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
 
     Returns:
       A sampler that applies penalties, top-k, top-p, min-p and the temperature, in this order, as
-      llama.cpp does. Tokens with the same logit as the last kept token are also kept.
+      llama.cpp does, and subtracts the highest logit if there is a temperature. Tokens with the
+      same logit as the last kept token are also kept.
 
     Raises:
       ValueError: If a number is out of its range after conversion to float32 or int32.
