@@ -121,10 +121,11 @@ class Plan:
       cell. `apply` and `attend` with such slots leave the cache unchanged.
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
-      batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
-    fits: True for sequences that fit into the cache together, chosen by fewest new tokens.
-    expected, actual: for each refused sequence, the required and the actual position, or the
-      required and the actual number of free cells.
+      batch has an unknown sequence id, UNKNOWN_SEQUENCE replaces every OK.
+    fits: True for sequences that fit into the cache together. Sequences with the fewest new tokens
+      are chosen first.
+    expected, actual: the required and the actual value for each refused sequence. The values are
+      positions or numbers of free cells, depending on the reason.
 
     llama.cpp: `llama_memory_context_i`.
     """

@@ -55,7 +55,7 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Remove each owner from its `evicted` cells, and from its cells at lower positions."""
+    """Remove each owner of an evicted cell from all cells up to the position of that cell."""
     # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
@@ -79,7 +79,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return for each index i, `[Q // S]`, whether sequence i of any stream owns a given cell."""
+    """Return whether the sequence with each local index owns a given cell, in any stream."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
@@ -107,9 +107,9 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
     """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
 
-    A sequence can continue if its next token attends to no evicted position. The position of the
-    next token must be certain: one past a present token, or one past the last evicted token. The
-    edit moves the last evicted token of a sequence from `evicted_below - 1` to position `tip`.
+    A sequence can continue if its next token attends to no evicted position. The last token of the
+    sequence must be known: it is present, or it is the highest evicted token. The argument `tip` is
+    the new position of each sequence's highest evicted token, which was at `evicted_below - 1`.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -152,7 +152,7 @@ def can_resume_after_copy(
 
 
 def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return whether sequences can continue; `certain` means that a token was at `mark - 1`."""
+    """Return which sequences can continue; `certain` tells whether a token was at `mark - 1`."""
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 

@@ -1,7 +1,7 @@
 """Order in which the empty cells of a stream are taken: by index, or in stripes.
 
 Striped placement alternates between the devices that split cells, with at most 64 contiguous cells
-at a time. The rank of a cell is its place in this order, from 0.
+at a time. The rank of a cell is its index in the order in which cells are taken.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def _local_visibility(
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return `slots.committed_slots`; rows are stale if a traced layer number is out of range."""
+    """Return `slots.committed_slots`, with no current row if the layer number is out of range."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = codes_and_scales(layer_kv[0])
     return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current

@@ -82,8 +82,9 @@ def map_rows(
 ) -> W:
     """Call a function with the streams of each device and the rows of a ubatch in these streams.
 
-    The function also gets the mesh axes that split rows. If no axes do, each device gets all rows,
-    with rows of other devices' streams as padding, and the function gets the mesh axes of streams.
+    The third argument of the function has the mesh axes that split rows. If there are none, each
+    device gets all rows, but rows of other devices' streams are padding. The fourth argument
+    then has the mesh axes that split streams; otherwise it is empty.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

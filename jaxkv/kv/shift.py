@@ -84,7 +84,7 @@ def seq_add(
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
     not continue (see `eviction.accept_edit`), the table is unchanged and the flag is False. If
-    `gap` is given, the caller guarantees that no token, present or evicted, is in `[gap, start)`.
+    `gap` is given, the sequence must have no tokens, present or evicted, in `[gap, start)`.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -163,7 +163,7 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each sequence's highest evicted position below `stop`, and whether it moves; `[Q]`."""
+    """Return the highest evicted positions below `stop`, and which of them move; both are `[Q]`."""
     # An evicted cell may have been shared, so its position moves for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (

@@ -58,7 +58,7 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of the sequences in `present`; `last` may be an evicted position."""
+    """Return the status of `present` sequences; the last position of a sequence may be evicted."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )
@@ -134,8 +134,8 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
     """Return a slot and a `Reason` for each token of a ubatch (llama.cpp: `find_slot`).
 
     Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
-    first. If any token gets no cell, all slots are past the last cell. Tokens without a cell have
-    the reason OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run is long enough.
+    first. If any token gets no cell, every slot is N or more (no cell). Tokens without a cell
+    have the reason OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run is long enough.
     """
     slots, is_fragmented = map_rows(cells, ubatch, _search_cells, lambda _: P())
     fault = jnp.where(is_fragmented, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
@@ -211,8 +211,8 @@ def choose_in_stream(
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
     """Choose slots in a stream for `total` tokens; `turn` is the number of each token, from 1.
 
-    A token that gets no cell has a slot past the last cell. The returned flag is True if placement
-    is contiguous and the number of open cells is sufficient, even if no run is long enough.
+    A token that gets no cell has a slot past the last cell. With contiguous placement, the returned
+    flag tells whether `total` cells are open, in runs of any length; otherwise it is False.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
@@ -229,7 +229,7 @@ def choose_in_stream(
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the start of the first run of `length` cells, given cumulative counts; N if none."""
+    """Return the first cell of the first run of `length` open cells; N if there is no such run."""
     cells = counts.shape[0]
     start = jnp.arange(cells)
     before = jnp.where(start > 0, counts[start - 1], 0)
@@ -265,7 +265,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return `history` of each stream after a ubatch, `[S, 2]` uint32."""
+    """Return the field `history` as it is after a ubatch: two hashes for each stream."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
@@ -347,6 +347,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return whether a layer wrote all tokens of each row's stream; True for rows without slots."""
+    """Return for each row whether a layer has all tokens of its stream, or the row has no slots."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

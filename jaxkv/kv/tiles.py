@@ -1,7 +1,7 @@
 """Tiles: runs of cells, each reserved for one sequence while other tiles have empty cells.
 
-M is the number of tiles of a stream, and U the number of sequences of a stream. Attention loops
-read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`.
+In array shapes, M is the number of tiles of a stream, and U its number of sequences. Attention
+loops read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def choose_for_list(
 
     Cells are taken in this order, lowest cell first: empty cells in tiles that only the token's
     sequence uses; cells of empty tiles; other empty cells; evictable cells, lowest position first.
-    Sequences get empty tiles in order of ids, lowest tile first.
+    Empty tiles, lowest first, are assigned to sequences in the order of sequence ids.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
@@ -165,7 +165,7 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the group of the n-th item (M if none), and the index of the item in the group."""
+    """Return the group that contains item `n`, or M if none does, and the item's index in it."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
     return group, n - _get_or_zero(ends - counts, group)

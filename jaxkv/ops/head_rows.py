@@ -44,7 +44,7 @@ def split_rows_of_cells(x: Float[Array, "P _ N _"], heads_per_row: int) -> Float
 def pad_queries(
     q: Float[Array, "P T H D"], rows: int, heads_per_row: int
 ) -> Float[Array, "P T H _"]:
-    """Return queries padded with zeros, so that each is multiplied by its own head of a row."""
+    """Pad each query to the size of a row: the dimensions of the row's other heads are zeros."""
     if heads_per_row == 1:
         return q
     # A TPU concatenates slices of lanes faster than it reshapes a dimension into lanes.
@@ -66,6 +66,6 @@ def take_own_heads(
 
 
 def _is_own_head(heads: int, rows: int, heads_per_row: int) -> list[Bool[Array, "1 1 H 1"]]:
-    """Return, for each head of a row, which of `heads` query heads read it."""
+    """Return, for each head of a row, a mask of the query heads that attend to this head."""
     own = jnp.arange(heads)[None, None, :, None] // (heads // (rows * heads_per_row))
     return [own % heads_per_row == i for i in range(heads_per_row)]

@@ -31,7 +31,7 @@ class ValueSlice:
         return x[..., self.first : self.last]
 
     def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Replace each key with a non-finite element: the value slice by 0, all else by NaN.
+        """In each key with a non-finite element, set the value slice to 0, and the rest to NaN.
 
         >>> ValueSlice(1, 3).nan_unless_finite(
         ...     jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])

@@ -31,7 +31,7 @@ class Quantised:
     If an element of a head is not finite, all codes of the head are 0 and all its scales are NaN.
 
     codes: `[S, K, N, D]` int8, or an 8-bit floating dtype.
-    scales: Largest absolute value of each of G groups, divided by the largest code.
+    scales: Largest absolute value in each of the G groups of a head, divided by the largest code.
     """
 
     codes: Num[Array, "S K N D"]
@@ -65,7 +65,7 @@ def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Nu
 
 
 def scale_groups(size: int) -> list[slice]:
-    """Return the slices of a head's dimensions that share a scale: 128 dimensions or fewer each.
+    """Return the slices that cut a head into groups of at most 128 dimensions, one for each scale.
 
     >>> scale_groups(64), scale_groups(160)
     ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])

@@ -1,7 +1,7 @@
 """Rotation of stored keys to new positions, without accumulating rounding errors.
 
 Each move of a key of 16 or 8 bits rotates the key to position 0, and rounds it to a grid. Grid
-points are so far apart that the next move finds the same grid point despite rounding.
+points are at least twice the rounding error apart, so the next move finds the same grid point.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def rotate_keys(
 
 
 def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
-    """Round pairs at position 0 to the grid, given the unit of the last place of each pair."""
+    """Round keys at position 0 to the grid; `unit` is the unit of the last place of each pair."""
     tiny = jnp.finfo(jnp.float32).tiny  # a width below it is flushed to 0
     size, width = 2 * len(rope.frequencies), jax.lax.stop_gradient(jnp.maximum(WIDTH * unit, tiny))
     pairs = _round(plain / width) * width

@@ -1,7 +1,7 @@
 """Checks of a batch before slots are chosen. A member is a pair of a token and its sequence.
 
-M, the number of members, is B, or B * n if tokens have up to n sequences. Arguments `ids` are the
-sequences of members, Q for padding; arguments `ranks` are results of `layout.rank_in_sequence`.
+M, the number of members, is B, or B * n if tokens have up to n sequences. The argument `ids`
+is the sequence id of each member, Q for padding; `ranks` is from `layout.rank_in_sequence`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PlanBuilder:
     late: Reason of each sequence, including reasons found while slots are chosen.
     expected, actual: Position or number of cells of each sequence, see `Plan`.
     demand, available: Number of cells that each sequence requires, and number available to it.
-    together: Whether each sequence certainly fits if a batch without refused sequences is planned.
+    together: Whether each sequence is sure to fit once refused sequences are out of the batch.
     """
 
     table: CacheTable
@@ -104,7 +104,7 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """Fill in absent positions (those after the last ones) and outputs (last tokens)."""
+    """Set defaults: positions that continue each sequence, and an output for its last token."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -123,10 +123,7 @@ def _find_faults(
     last: jax.Array,
     has_diverged: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the `Reason`, expected position and actual position of each sequence's first fault.
-
-    For DIVERGED, the id of the token's first sequence replaces the expected position.
-    """
+    """Return the `Reason`, expected position and actual position of each sequence's first fault."""
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
     after = last.at[ids].get(mode="fill", fill_value=-1)
@@ -226,7 +223,7 @@ def members_with_other_history(
 ) -> Bool[Array, " M"]:
     """Return which members have another history than the first member of the same token.
 
-    A history consists of the sequence's cells in the table and its earlier tokens in the batch.
+    The history of a member is the cells and the earlier batch tokens of its sequence.
     """
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
@@ -249,7 +246,7 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the root of each sequence, the lowest id with its tokens, and cells for each root."""
+    """Return each sequence's root (lowest id with its tokens), and the cells each root needs."""
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
     count = fits.shape[0]

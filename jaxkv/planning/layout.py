@@ -118,7 +118,7 @@ def _lay_out_known_batch(
 
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
-    """Return False if evictions or contiguous placement make the needed cells depend on the cut."""
+    """Return whether a batch needs the same number of cells for any cut into ubatches."""
     details = dict(spec.details)
     evicts = details.get("window") is not None and spec.ubatch_size is None
     contiguous = details.get("placement") == "contiguous"
@@ -209,7 +209,7 @@ def rank_in_sequence(
 
 
 def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the index of the token that precedes each token in its lowest sequence; -1 for none.
+    """Return for each token the index of the previous token of its first sequence; -1 if none.
 
     >>> preceding_tokens(np.array([2, 0, 0, 1]), np.array([[-1], [1], [-1], [-1]]))
     array([-1, -1,  1,  1], dtype=int32)
@@ -286,10 +286,10 @@ def equal_split(
 ) -> list[np.ndarray]:
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
-    A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Rows are as
-    long as the shortest of them, at most `ubatch_size` // R. `after` is from `preceding_tokens`. A
-    sequence waits for a later ubatch if the token before its next token is neither in this ubatch
-    nor in an earlier one. llama.cpp: `split_equal`.
+    A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Each row
+    takes as many tokens as the shortest of these sequences has left, at most `ubatch_size` // R.
+    The argument `after` is the result of `preceding_tokens`. With `after`, a ubatch omits sequences
+    whose next token follows a token of a later ubatch. llama.cpp: `split_equal`.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]

@@ -37,8 +37,8 @@ def plan_single_ubatch(
 ) -> Plan:
     """Plan a flat batch as one ubatch; `ranks` is the result of `layout.rank_in_sequence`.
 
-    `index` has the batch index of each token, NO_SLOT for padding. `more` is True for sequences
-    that continue in a later ubatch.
+    The array `index` has the batch index of each token of the ubatch, and NO_SLOT for padding. The
+    array `more` is True for sequences with further tokens in later ubatches.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)
@@ -94,7 +94,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Return rows ordered by sequence, and which sequences share a row or have several rows."""
+    """Order rows by sequence. Also return which sequences share a row, or have several rows."""
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:

@@ -60,14 +60,15 @@ def init_batch(
         cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
         few shapes are compiled. Ignored with `encoder`.
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
-        several sequences; "sequence", with one sequence at a time. The default is "simple" if rows
-        may contain tokens of several sequences. Otherwise the default is "equal", or one ubatch
-        with a padded row for each sequence if this needs little padding and no additional cells.
+        several sequences; "sequence", with one sequence at a time. The default is "simple" for a
+        cache of one stream without recurrent layers. For other caches, the default is "equal", or
+        one ubatch with a padded row for each sequence if the rows need little padding and no
+        additional cells.
       encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads.
-        The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch is
-        one ubatch of any length, with a row for each sequence and positions from 0; a traced batch
-        keeps its rows. After `apply`, write the keys and values of each cross-attention layer with
-        `write_kv`. The function `encode` plans, applies and calls an encoder that writes.
+        The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch
+        becomes one ubatch of any length. The ubatch has a row for each sequence, or the rows of a
+        traced batch, and positions from 0. After `apply`, write the keys and values of each
+        cross-attention layer with `write_kv`, or call `encode` instead of `init_batch`.
 
     Returns:
       A `Plan`. If the plan is refused, `plan.ok` is False, and `plan.check()` raises.
@@ -130,10 +131,10 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
         sequence.
 
     Returns:
-      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. The ubatch is
-      `[1, ubatch_size]`, or `[Q, max(ubatch_size // Q, 1)]` if each row has one sequence (several
-      streams, or recurrent states). The plan does not depend on the number of free cells. The size
-      O is the argument `outputs`, rounded up to a power of two, at least 8 and at most R * T.
+      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. Tokens are `[1, ubatch_size]`.
+      With several streams or recurrent states, each row has one sequence, and the tokens are
+      `[Q, max(ubatch_size // Q, 1)]`. The plan does not depend on the number of free cells. The
+      size O is the argument `outputs`, rounded up to a power of two, at least 8 and at most R * T.
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.
@@ -207,10 +208,10 @@ def plan_step(
         may be at any index. By default all tokens are active.
 
     Returns:
-      A plan of one ubatch, `plan.ubatch`. The outputs of the ubatch are all tokens, in the order of
-      the argument `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. If `ok` is False,
-      the plan has no effect. The array `reason` has a `Reason` for each sequence id of the cache:
-      OK for a sequence that would fit, else the cause, such as OUT_OF_CELLS or NEGATIVE_TOKEN.
+      A plan of one ubatch, `plan.ubatch`. The ubatch has an output for each element of the
+      argument `tokens`, in the same order, so logits can be reshaped to `[T, V]` or `[T, n, V]`. If
+      `ok` is False, the plan has no effect. The array `reason` has a `Reason` for each sequence id
+      of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. A sequence that would fit has OK.
 
     Raises:
       TypeError: If tokens or ids are not integers, or `active` is not bool (or concrete 0 and 1).
@@ -256,7 +257,7 @@ def plan_next(
     sequences: Int32[Array, " T"],
     valid: Bool[Array, "T n"],
 ) -> Plan:
-    """Implement `plan_step`; the reason of a repeated sequence is DUPLICATE_POSITION."""
+    """Implement `plan_step`; a sequence id given twice is refused with DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
@@ -310,7 +311,7 @@ def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _lay_out_next_tokens(
     spec: TableSpec, ids: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the batch indices of a ubatch, and the index of each token in the ubatch, `[T, n]`."""
+    """Return the batch index of each ubatch element, and the ubatch index of each batch token."""
     count, length = valid.shape
     index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
     if not spec.single_sequence_rows:

@@ -1,7 +1,7 @@
 """Active tiles: tiles of cells with at least one visible cell, which a loop or a kernel reads.
 
-An array lists all M pairs of a block of tokens and a tile, active pairs first. Its size is fixed,
-so new active tiles need no compilation. Sequences reserve smaller tiles, see `jaxkv.kv.tiles`.
+M is the number of pairs of a block of tokens and a tile. `ActiveTiles.tiles` lists all pairs, so
+its size is fixed, and new active tiles need no compilation. Tiles of `jaxkv.kv.tiles` are smaller.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MASK = 1 << 22
 class ActiveTiles(NamedTuple):
     """Active tiles of P lists of tokens; each list is cut into b equal blocks of t tokens.
 
-    mask: `[P * b, t, N]` bool, visible cells of each token; a `Visibility` of the blocks if the
-      array would be large or there is a bias.
+    mask: Visible cells of each token, `[P * b, t, N]` bool. If this array would be large, or if
+      there is a bias, `mask` is a `Visibility` with a list of tokens for each block.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
     tiles: Each pair as block * (tiles of a stream) + tile. Active pairs come first, by block.
@@ -138,7 +138,7 @@ def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
 def query_bounds_in_blocks(
     visibility: Visibility, blocks: int, queries: int
 ) -> Int32[Array, "Pb X 4"]:
-    """Return the four fields of `QueryBounds` for all queries in blocks of tokens."""
+    """Return `QueryBounds` of the queries of each block as an array; its last axis is the field."""
     looks = jnp.stack(query_bounds_of(visibility), axis=-1)
     return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
 
@@ -162,7 +162,7 @@ def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array,
 
 
 def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
-    """Convert the partial softmax of P * b blocks to a partial softmax of P lists of T tokens."""
+    """Join the b blocks of each of P lists in a partial softmax, and drop padding tokens."""
     sums = jax.tree.map(
         lambda x: _merge_array_blocks(x, lists, tokens, live.tokens_per_block), sums
     )

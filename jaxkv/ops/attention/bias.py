@@ -101,7 +101,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
 def _check_fit(
     letters: str, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> None:
-    """Raise unless an array or a shape has floats that broadcast to the given shape."""
+    """Raise unless the bias `x` has a floating dtype and broadcasts to the given shape."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected a bias of floats, got {x.dtype}; cast it")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))

@@ -223,8 +223,8 @@ def _kernel(
 ) -> None:
     """Attend from a block of tokens to a program's part of the active tiles, for one key head.
 
-    Shapes: `query_bounds` `[P * b, X, 4]`, `q` `[P * b, K, X, D]`, `k` and `v`
-    `[S * L, K, N, ...]`, and outputs `[J, P * b, K, X, ...]`. `streams` indexes axis 0 of `k`.
+    Shapes: `[P * b, X, 4]` for `query_bounds`, `[P * b, K, X, D]` for `q`, `[S * L, K, N, ...]`
+    for `k` and `v`, and `[J, P * b, K, X, ...]` for outputs, with J parts of the active tiles.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
@@ -332,7 +332,7 @@ def _load(
 def _tile_bounds_mask(
     in_cells: jax.Array | None, inside: jax.Array, count: int
 ) -> jax.Array | None:
-    """Return which elements of a tile exist, `[C or 1, n]` bool; None if all elements exist."""
+    """Return a mask of the elements of a tile that are in the array; None if all are in it."""
     if in_cells is None and inside.size == count:
         return None
     every = jnp.ones((1, 1), bool) if in_cells is None else in_cells[:, None]

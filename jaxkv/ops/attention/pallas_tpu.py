@@ -1,7 +1,7 @@
 """Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
-If the head size is a multiple of 128, a line of memory (128 lanes) contains dimensions of a cell,
-otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
+A line of memory has 128 lanes. The lanes are dimensions of one cell if the head size is a multiple
+of 128, otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ def _kernel(
     tiles: int,
     in_lanes: tuple[bool, bool],
 ) -> None:
-    """Add a tile to a block's partial softmax, which stays in fast memory until the next block.
+    """Add a tile to the partial softmax of a block, which stays in fast memory for all its tiles.
 
-    Shapes: `position` `[1, 1, C]`, `owners` `[1, W, C]`, `query_bounds` `[1, X, 4]`, `q`
-    `[1, h, X, D]` for h heads at once, `k` and `v` `[1, h, C, ...]`, or `[1, h, ..., C]` if cells
-    are in the lanes, scales `[1, h, 1, C]`, and outputs `[1, h, X, ...]`.
+    Shapes: `[1, 1, C]` for `position`, `[1, W, C]` for `owners`, `[1, X, 4]` for `query_bounds`.
+    For h heads at once: `[1, h, X, D]` for `q`, `[1, h, 1, C]` for scales, `[1, h, X, ...]` for
+    outputs, and `[1, h, C, ...]` for `k` and `v`, or `[1, h, ..., C]` if lanes are cells.
     """
     i = pl.program_id(1)
     block, tile = _split_pair_number(pairs[i], tiles)

@@ -74,7 +74,7 @@ class OnlineSoftmax(NamedTuple):
         denom: Float[Array, "P K X"],
         out: Float[Array, "P K X Dv"],
     ) -> OnlineSoftmax:
-        """Add the sums of further cells; `max_logit` is the highest logit of old and new cells."""
+        """Add sums over further cells; `max_logit` is the highest logit of old and new cells."""
         down = jnp.exp(self.max_logit - max_logit)
         return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
@@ -144,7 +144,7 @@ def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoft
 
 
 def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
-    """Add the sinks, if not None, to the partial softmax over all cells."""
+    """Add the sinks to a softmax over all cells; without sinks, return it unchanged."""
     if sinks is None:
         return sums
     lists, kv_heads, queries = sums.denom.shape

@@ -31,7 +31,7 @@ class Visibility:
     owners: For each cell, a bit mask of the sequences that own the cell.
     streams: Stream of each list of tokens.
     at: Position of each token.
-    word: Index, in `owners`, of the word with the bit of the token's sequence.
+    word: Index of the word (axis 1 of `owners`) with the bit of each token's sequence.
     bit: Word with only the bit of the token's sequence; 0 for padding, which attends to no cell.
     window: Window of attention, static.
     causal: False if tokens attend to later tokens too, static.
@@ -124,11 +124,11 @@ def with_bias_array(visibility: Visibility) -> Visibility:
 
 
 class QueryBounds(NamedTuple):
-    """Range of visible positions and sequence of each query; `[P, T]`, in a kernel `[X, 1]`.
+    """Sequence and visible positions of each query; fields are `[P, T]`, or `[X, 1]` in kernels.
 
     first: First position that the query attends to.
     last: Last position that the query attends to.
-    word: Index, in `owners`, of the word with the bit of the query's sequence.
+    word: Index of the word (axis 1 of `owners`) with the bit of the query's sequence.
     bit: Word with only the bit of the query's sequence; 0 for padding.
     """
 

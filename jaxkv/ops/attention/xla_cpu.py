@@ -100,7 +100,7 @@ def attend_by_tiles(
 
 
 def choose_add_cells(k: Stored) -> Added:
-    """Return the function that adds a tile: `xla.add_cells` if keys are quantised."""
+    """Return `xla.add_cells` for quantised keys, otherwise `add_cells` of this module."""
     return xla.add_cells if isinstance(k, Quantised) else add_cells
 
 
@@ -191,7 +191,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return whether tiles are read singly, because the compiler converts cells to float32."""
+    """Return True if the compiler converts cells to float32; tiles are then read one by one."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
     return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
@@ -223,7 +223,7 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
-    """Return whether `_terms_for` splits a factor with the given dtype and number of rows."""
+    """Return whether `_terms_for` gives bfloat16 terms, for an array with a dtype and `rows`."""
     dtypes = jnp.float32, jnp.bfloat16
     return SPLITS and cells.dtype == jnp.bfloat16 and dtype in dtypes and rows <= THIN
 

@@ -98,7 +98,7 @@ def attend_by_shapes(
 def split_tiles(
     visibility: Visibility, size: int
 ) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
-    """Return the visibility of tiles that only one token attends to, and that of other tiles."""
+    """Return two visibilities: of tiles that only one token attends to, and of all other tiles."""
     # The third result is which tokens attend to any cell.
     mask = compute_mask(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]

@@ -56,7 +56,7 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Compute attention of blocks of tokens to active tiles; the function `added` adds a tile."""
+    """Attend from each block of tokens to its active tiles, and add each tile with `added`."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
@@ -79,8 +79,8 @@ def add_tiles_in_turn(
 ) -> OnlineSoftmax:
     """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
-    The queries `q` are packed and scaled. If `pinned` is True, the compiler cannot move work on a
-    tile out of the loop, where the work would be done for all cells at once.
+    The queries `q` are packed and scaled. If `pinned` is True, the compiler must convert each
+    tile inside of the loop. Otherwise it may convert all cells before the loop.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

@@ -1,7 +1,7 @@
 """Recurrences over the tokens of a row, computed in parallel over tokens, with float32 sums.
 
-Additional letters: C channels, F tokens of a filter, t tokens of a chunk, M state elements for each
-dimension of a head, G groups of heads, J heads of a group.
+Further letters in array shapes: C channels; F tokens that a filter spans; t tokens of a chunk;
+M state elements for each dimension of a head; G groups of heads; J heads of a group.
 """
 
 from jaxkv.ops.scans.convolution import convolve

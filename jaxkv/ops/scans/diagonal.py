@@ -26,7 +26,7 @@ def scan_diagonal(
       counts: number of tokens of the row before each returned state.
 
     Returns:
-      States after each token, and after each number of tokens in the argument `counts`, float32.
+      Two float32 arrays: the states after each token, and the states after `counts` tokens.
 
     Examples:
       >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))

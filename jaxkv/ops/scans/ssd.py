@@ -37,8 +37,8 @@ def scan_ssd(
       b: projection of the input into the state.
       c: projection of the state to the output.
       state: state before the first token of each row.
-      counts: number of tokens of the row before each returned state. Each count is the previous
-        count, or the previous count plus 1, as in `Ubatch.state_write_steps`.
+      counts: number of tokens of the row before each returned state. Each count of a row
+        equals the count before it, or is larger by 1 (see `Ubatch.state_write_steps`).
       chunk: number of tokens of a chunk.
 
     Returns:
@@ -106,7 +106,7 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the states after each number of tokens in `counts`; `state` is the first of them."""
+    """Return the states after `counts` tokens; `state` is the state for the first count."""
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, advances = turn
