@@ -1,6 +1,6 @@
 """Tiles: runs of cells, each reserved for one sequence while other tiles have empty cells.
 
-In array shapes, M is the number of tiles of a stream, and U its number of sequences. Attention
+In this module, M is the number of tiles of a stream, and U its number of sequences. Attention
 loops read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`.
 """
 
