@@ -119,7 +119,7 @@ class Rope:
         return self.divide([factor] * len(self.frequencies))
 
     def divide(self, factors: Sequence[float]) -> Rope:
-        """Divide the frequency of each pair by its own factor, as stored in some checkpoints.
+        """Divide the frequency of pair i by `factors[i]`; some checkpoints store such factors.
 
         A wrong number of factors, or a factor of 0, raises ValueError.
 
@@ -146,9 +146,9 @@ class Rope:
     ) -> Rope:
         """Divide low frequencies by a factor, as in Llama 3.1.
 
-        The original context has `original` positions. Frequencies with more than `high_freq_factor`
-        turns over the original context are unchanged. Frequencies with fewer than `low_freq_factor`
-        turns are divided by the factor. Frequencies between the two limits are interpolated.
+        The original context has `original` positions. A frequency is unchanged if its pair turns
+        more than `high_freq_factor` times over the original context. A frequency is divided by
+        `factor` if its pair turns fewer than `low_freq_factor` times, else interpolated.
 
         >>> plain = Rope.make(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -184,9 +184,9 @@ class Rope:
           base: base of the unscaled rope, see `Rope.make`.
           beta_fast: number of turns over the original context above which a frequency is unchanged.
           beta_slow: number of turns below which a frequency is divided by the factor.
-          attention_factor: factor of rotated queries and keys. The default is 1 if `factor` is at
-            most 1, else 0.1 ln(`factor`) + 1.
-          truncate: If True, pair indices of the two limits are rounded outward; False for gpt-oss.
+          attention_factor: number by which rotated queries and keys are multiplied. None means
+            0.1 ln(`factor`) + 1 if `factor` is above 1, else 1.
+          truncate: round the pair index at `beta_fast` down and at `beta_slow` up; not for gpt-oss.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -249,8 +249,8 @@ def _angles(
     """Return the angle of each pair in float32, with full turns removed.
 
     A float32 product of position and frequency has an error of position * 2**-24. Frequencies are
-    therefore 64-bit integers, in units of 2**-64 turns. The int32 product of position and upper 32
-    bits wraps around at full turns. The product with the lower 32 bits is at most half a turn.
+    therefore 64-bit integers, in units of 2**-64 turns. The int32 product of the position and
+    the upper 32 bits overflows by full turns only. The lower 32 bits add at most half a turn.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

@@ -60,7 +60,7 @@ class TableSpec:
         return self.is_cross_attention or any(part.has_cross_attention for part in self.parts)
 
     def sequence_ids(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, " ..."]]:
-        """Return sequence ids as int32; raise for concrete ids below `lowest` or above Q - 1."""
+        """Return sequence ids as int32; raise ValueError for concrete ids outside `[lowest, Q)`."""
         return check_int32(
             value,
             "sequence ids",
@@ -80,7 +80,7 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return True if S is 1, or if each concrete id is in the stream of its entry in `others`."""
+    """Return True if `ids[i]` and `others[i]` are known to be in one stream for every i."""
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
@@ -101,7 +101,7 @@ def check_distinct(ids: PyTree) -> None:
 def mask_unchanged_targets(
     spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Return parents and targets; an unchanged target becomes Q, an unknown parent becomes 0.
+    """Return parents and targets, with targets that do not change replaced by Q.
 
     A target does not change if target and parent are equal, or if one of the two is not a sequence
     id. If a traced target is repeated, only the last entry is used.

@@ -34,7 +34,7 @@ class SequenceStatus(NamedTuple):
     """Status of each sequence that has tokens in a batch.
 
     last: Last position of the sequence; -1 if the sequence is empty or not in the batch.
-    missing: Whether the next token attends to a position whose cell or state is missing.
+    missing: Whether a cell or state that the next token needs was evicted or removed.
     pending: Whether the sequence owns a key with a pending shift.
     """
 
@@ -47,7 +47,7 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    together: As `fits`, but contiguous placement counts only the cells of the longest free run.
+    together: Same as `fits`, but contiguous placement is limited to the longest free run.
     num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
@@ -91,7 +91,7 @@ class MaintenancePlan(Partitioned):
 
     @abstractmethod
     def is_current(self, table: Any) -> Bool[Array, ""]:
-        """Return whether the fields of a table that the plan depends on are unchanged."""
+        """Return False if a table field that the plan depends on has changed since planning."""
 
     @abstractmethod
     def commit(self, table: Any, buffers: PyTree, ok: Bool[Array, ""]) -> tuple[Any, PyTree]:
@@ -113,9 +113,9 @@ def assignable(method: Callable[..., R]) -> Callable[..., R]:
 class CacheTable(Partitioned):
     """Table of a cache: the methods that edits, plans and loops call.
 
-    An edit of a sequence id outside `[0, Q)` has no effect. A range consists of the positions from
-    `start` to `stop` - 1. A negative start means 0, a negative stop means no end, and a stop of 0
-    means an empty range. A refused edit returns the unchanged table and the flag False.
+    An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
+    A range has the positions from `start` to `stop` - 1. A negative start means 0, a negative stop
+    no end, a stop of 0 an empty range. A refused edit returns the unchanged table and False.
     """
 
     @property
@@ -225,7 +225,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
-        """Return the cells saved by sharing in each stream; a cell of n owners saves n - 1."""
+        """Return how many cells each stream saves by sharing: n - 1 for each cell with n owners."""
 
     @abstractmethod
     @assignable
@@ -247,9 +247,9 @@ class CacheTable(Partitioned):
         """Return the slot of each token, and the `Reason` of each token."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
-        """Return the slots of this part for a ubatch whose tokens only other parts store.
+        """Return this part's slots for a ubatch that stores tokens only in other parts.
 
-        If the result is None, as by default, layers of the part raise for the ubatch.
+        The default result None means that layers of this part raise an error for the ubatch.
         """
         del ubatch
 
@@ -275,7 +275,7 @@ class CacheTable(Partitioned):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Remove a range of a sequence (-1 for all sequences); return the table and a flag."""
+        """Remove a range of `seq`, or of all sequences if it is -1; return the table and a flag."""
 
     @abstractmethod
     @assignable
@@ -310,7 +310,7 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Replace each target by a copy of its parent; callers first check `can_seq_select`.
 
-        A target of Q is skipped. Buffers may be None if each target is in the stream of its parent.
+        Targets Q are ignored. Buffers may be None if each target is in the stream of its parent.
         """
 
     @abstractmethod
@@ -383,7 +383,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with this table's hashes, and whether the cells of `old` are unchanged."""
+        """Return `old` with this table's hashes, and whether its used cells are unchanged."""
 
     @abstractmethod
     @assignable

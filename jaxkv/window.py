@@ -20,8 +20,7 @@ Rule = Literal["sliding", "chunked", "symmetric"]
 class Window:
     """Range of positions that a token attends to. Hashable. Example: `Window.sliding(128)`.
 
-    width: W, at least 1. If the window is symmetric, a token attends to its own position and W // 2
-      positions on each side. Otherwise a token attends to at most W positions up to its own.
+    width: W, at least 1. Its meaning depends on the rule: see `sliding`, `chunked`, `symmetric`.
     rule: "sliding", "chunked" or "symmetric".
     """
 
@@ -64,7 +63,9 @@ class Window:
 
     @staticmethod
     def symmetric(width: int) -> Window:
-        """Attend to W // 2 earlier positions, and with `causal=False` also to W // 2 later ones.
+        """Attend to the token's own position and W // 2 earlier positions.
+
+        With `causal=False`, a token also attends to W // 2 later positions.
 
         >>> can_see(Window.symmetric(4), jnp.int32(6), jnp.arange(3, 8)).tolist()
         [False, True, True, True, False]
@@ -82,7 +83,7 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return how many cells a stream of `sharing` sequences of any length needs with a window.
+    """Return how many cells a stream needs for `sharing` sequences of unlimited length.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
@@ -100,7 +101,7 @@ def max_lookback(window: Window) -> int:
 
 
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the lowest position that a token attends to; monotonic in the token's position.
+    """Return the lowest position that a token attends to; never lower for a later token.
 
     >>> [first_seen(x, jnp.int32(6)).item() for x in (None, Window.sliding(3), Window.chunked(4))]
     [0, 4, 4]

@@ -59,8 +59,8 @@ def can_seq_cp(
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
     """Return whether `seq_cp` is possible, and the last position of each target after the copy.
 
-    A copy that changes a target is possible if `src` has a stored state after its last token in the
-    range, or no token in the range.
+    If `src` has tokens in the range, a copy that changes a target requires the stored state after
+    the last of these tokens. All other copies are possible.
     """
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)

@@ -1,4 +1,4 @@
-"""Slots of recurrent states: choice of cells for the states after a ubatch, and their use."""
+"""Choose cells for new recurrent states, and find the cells that a layer can read or write."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
 
 
 def occupy(states: T, ubatch: Ubatch) -> T:
-    """Store the positions, cells and hashes of the new states of a ubatch in the table."""
+    """Write the positions, cell indices and hashes of a ubatch's new states into the table."""
     slots: StateSlots = ubatch.slots
     new = slots.cells < MAX_CELLS
     steps = _num_new_states(states, ubatch, new[:, -1])
@@ -104,10 +104,10 @@ def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
 
 @partial(jax.jit, static_argnames="layer")
 def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows can read the state before them in a layer, or start without a state.
+    """Return for each row whether a layer can read the state before the row's first token.
 
-    A row cannot read a state if its stream was edited after `apply`, if the layer has not written
-    the state, or if the layer has overwritten the cell of the state.
+    The result is False if the stream of the row was edited after `apply`, or if the layer has not
+    written the state or has overwritten its cell. For empty sequences, the layer reads zeros.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)

@@ -29,13 +29,13 @@ T = TypeVar("T", bound="States")
 class States:
     """The E + 1 newest states of each of Q sequences, in S streams of N = Q / S * (E + 1) cells.
 
-    Sequence q is in stream q // (Q // S). The (position, cell) pairs of a sequence are ordered:
-    empty pairs first, then earlier states by increasing position, then the current state.
+    Sequence q is in stream q // (Q // S). Each sequence has E + 1 (position, cell) pairs: first
+    empty pairs, then earlier states by increasing position, and the current state at the end.
 
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the last token of the state in each cell, see `jaxkv.core.hashing`.
-    content: For each cell, sum of the hashes of its state's tokens at their original positions.
+    content: Hash of the state in each cell: sum of its tokens' hashes at unshifted positions.
     holds: For each layer and cell, the `cell_hash` of the state that the layer has written there.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
     shard_dims: Name, dimension and number of parts of each state that a mesh may split. Static.
@@ -183,9 +183,9 @@ def seq_rm(
 ) -> tuple[T, Bool[Array, ""]]:
     """Remove a range of a sequence, or of all sequences if `seq` is -1; return whether it worked.
 
-    A range without tokens has no effect. A range with the last token can be removed if the range
-    starts at 0. It can also be removed if a state is stored right before the range; this state
-    becomes the current state. Other ranges are refused. If one sequence refuses, none changes.
+    A range without tokens has no effect. A range from 0 to the last token empties the sequence. A
+    range from `start` to the last token requires a stored state at `start` - 1, which becomes the
+    current state. Other ranges are refused. If one sequence refuses, no sequence changes.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -228,7 +228,7 @@ def seq_add(
     """Add `delta` to the positions of a range of a sequence; sequences that share cells move too.
 
     If a position would reach END or become negative, the table is unchanged and `ok` is False. An
-    earlier state is dropped unless its new position is below the positions of all later states.
+    earlier state is dropped if a later state ends up at the same or a lower position.
     """
     del gap  # used with windows only
     ok = can_seq_add(states, seq, start, stop, delta)
@@ -272,7 +272,7 @@ def seq_div(
 def _find_moving_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> jax.Array:
-    """Return which pairs use the cell of a state that `seq` has in a range, `[Q, E + 1]` bool."""
+    """Return which pairs `[Q, E + 1]` have the same cell as a state of `seq` in the range."""
     inside = (states.position >= jnp.maximum(start, 0)) & (
         states.position < resolve_range_end(stop)
     )
@@ -282,7 +282,7 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Set the positions of pairs in `moves`; remove pairs in `drop`, and pairs out of order."""
+    """Set positions where `moves` is True; remove unordered pairs, and pairs with `drop` True."""
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
@@ -291,7 +291,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return an old table with current hashes, and whether all cells that it uses are unchanged."""
+    """Return `old` with the hashes of `states`, and whether its used cells are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
@@ -320,7 +320,7 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
 
 
 def drop_pairs(states: T, stays: jax.Array) -> T:
-    """Keep only the (position, cell) pairs that are True in `stays`, at the end of each row."""
+    """Remove pairs with `stays` False, and move remaining pairs to the end of each row."""
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
     order = jnp.argsort(stays, axis=1, stable=True)  # dropped pairs first
     position = jnp.where(stays, states.position, EMPTY)

@@ -62,17 +62,17 @@ class Engine:
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
         reserved. If False, a request starts when its prompt fits; if cells run out, the youngest
         request is preempted and recomputed later.
-      sampling_options: Options of `make_sampler` that requests may use; by default the temperature
-        and filters, but no penalties.
+      sampling_options: Names of the `make_sampler` options that requests can set; by default
+        "temperature", "top_k", "top_p" and "min_p".
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
       constraint: Constraint, such as a grammar, for requests with a `constraint_state`. Every step
         evaluates the constraint and copies the states to the CPU and back.
-      prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. Only the tokens
-        after the longest stored prefix of a prompt are computed. The tokens of ended requests and
-        common prefixes of prompts are stored. If more than 24 tokens of a common prefix are not
-        stored yet, one request computes the prefix while the others wait. Before a request waits
-        for cells, the least recently used prompts are evicted.
+      prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. The longest
+        stored prefix of a prompt is not computed again. The tokens of ended requests and common
+        prefixes of prompts are stored. If requests share a prefix of which more than 24 tokens are
+        not stored, one request computes the prefix while the other requests wait. Before a request
+        waits for cells, the least recently used prompts are evicted.
       prefix_store: An existing store for the cache, for example with a limit of cells or from an
         earlier engine. It cannot be combined with `prefix_sequences`.
 
@@ -221,7 +221,7 @@ class Engine:
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the generated tokens of a request, [] if it has ended; raise as `cancel` does."""
+        """Return the generated tokens of a request; [] if it has ended. For errors see `cancel`."""
         text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
 
@@ -243,7 +243,7 @@ class Engine:
         num_samples: int = 1,
         on_output: Callable[[RequestOutput, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Submit requests, and run steps until these requests have ended.
+        """Submit requests, run steps until all of them have ended, and return their outputs.
 
         With `prefix_sequences`, a prompt of at least 26 tokens is computed once for all samples.
 
@@ -260,7 +260,7 @@ class Engine:
         Raises:
           ValueError: If `num_samples` is below 1, or `submit` would raise; nothing is submitted.
           TypeError: If `num_samples` is not an integer, or `submit` would raise.
-          Exception: If `on_output` raises. The requests continue; `results` returns their outputs.
+          Exception: If `on_output` raises. No request is cancelled; `results` returns all outputs.
 
         Examples:
           >>> def forward(params, cache, ubatch):
@@ -366,7 +366,7 @@ class Engine:
 
     @contextmanager
     def _note_if_cut_short(self) -> Iterator[None]:
-        """Mark the cache as lost if an error occurs after the cache was replaced."""
+        """Mark the cache as lost if the `with` block raises after it has replaced the cache."""
         before = self._runner.cache
         try:
             yield
@@ -431,7 +431,7 @@ class Engine:
     def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
-        """Append sampled tokens, end complete requests, and return requests without a free cell."""
+        """Append sampled tokens, end complete requests, and return requests that got no cell."""
         ended, refused = [], []
         for text in texts:
             row, samples = text.sequence, outcome.samples
@@ -457,7 +457,7 @@ class Engine:
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """In full streams, evict a prompt, preempt the youngest request, or end the only one."""
+        """In each full stream, evict a stored prompt, or preempt or end the youngest request."""
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

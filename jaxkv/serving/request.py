@@ -34,7 +34,7 @@ class FinishReason(Enum):
 
     STOP: The last token is a stop token.
     LENGTH: The request has `max_new_tokens` tokens.
-    OUT_OF_CELLS: No cell is free in the stream, and no other request there can be preempted.
+    OUT_OF_CELLS: The stream is full, without a stored prompt or another request to remove.
     NO_TOKEN: No token was allowed.
     NONFINITE_LOGITS: A logit was NaN or +inf.
     CANCELLED: `Engine.cancel` ended the request.
@@ -78,7 +78,7 @@ class RequestOutput:
     tokens: The generated tokens, including a stop token.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits.
     reason: Why the request ended.
-    prefix_hit: Length of the stored prefix that was used, and why it is not longer.
+    prefix_hit: Number of tokens forked from the prefix store, and why not more were forked.
     request: The request.
     """
 
@@ -123,7 +123,7 @@ class RequestState:
 
     @property
     def prefill_target(self) -> int:
-        """Number of computed tokens at which a prefix is stored next, or the request runs."""
+        """Value of `num_computed_tokens` at which a prefix is stored or the request can run."""
         return min(
             [cut for cut in self.branch_points if cut > self.num_computed_tokens]
             + [self.num_required_tokens]
@@ -285,7 +285,7 @@ def make_batch_sampler(
 ) -> FilterSampler:
     """Return the sampler of T sequences; `requests` has None for a sequence without a request.
 
-    Filters are used in only three combinations, to limit the number of programs.
+    To limit compiled programs, the sampler uses no filter, temperature and min_p, or all filters.
 
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)

@@ -39,7 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return a mask of resumable prefix lengths, and why the full length is not resumable."""
+    """Return at which prefix lengths a sequence can be resumed, and why not at the full length."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -86,9 +86,9 @@ def _resumable_in_block(
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
     """Return three masks over the positions of a block, and the sum of hashes up to its end.
 
-    At each position, the masks tell whether the sequence can be resumed there, has all tokens
-    before this position, and has no token other than the given one. The argument `before` is the
-    sum of the hashes of earlier blocks.
+    Mask 1 is True at positions where the sequence can be resumed. Mask 2 is True where the sequence
+    has all tokens before the position. Mask 3 is False where the sequence has another token than
+    `tokens`. The argument `before` is the sum of the token hashes of all earlier blocks.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
@@ -108,7 +108,7 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return a mask of the positions of a block, False where a found hash is not as expected."""
+    """Return a mask of positions in a block that is False where `found` differs from `expected`."""
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")

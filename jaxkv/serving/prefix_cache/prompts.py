@@ -35,7 +35,7 @@ class MissReason(IntEnum):
 
 
 class PrefixHit(NamedTuple):
-    """Length of the prefix that was forked or stored, and the reason why it is not longer."""
+    """Length of a forked or stored prefix, and why not more tokens were forked or stored."""
 
     length: int
     miss: MissReason

@@ -33,7 +33,7 @@ class PrefixStore:
 
     Each sequence of the store contains one prompt or is empty. The method `store` forks a prompt
     into a sequence of the store, and the method `fork` forks a stored prefix into another sequence.
-    Only forks between streams copy cells. In a stream, prompts share the cells of common prefixes.
+    A fork within a stream shares the cells of the prefix; a fork between streams copies the cells.
 
     Use a store only with the cache that was returned together with the store. An earlier store
     stays valid for its earlier cache. Only methods of the store may edit the sequences of the
@@ -148,11 +148,11 @@ class PrefixStore:
         keeps only the states at the end. Therefore store a prompt up to the position where other
         prompts will diverge, such as the end of a common prefix.
 
-        A prompt that is already stored is not stored again. A new prompt replaces a stored prompt
-        that is its prefix, unless a position exists at which only the stored prompt can be resumed.
-        If the store has no empty sequence, or exceeds its limit of cells, the least recently used
-        prompts are evicted. If the store has no sequence in the stream of `seq`, the prompt is
-        copied to another stream.
+        A prompt that is already stored is not stored again. A stored prefix of the new prompt is
+        replaced if the new prompt can be resumed wherever the stored prefix can be resumed. If the
+        store has no empty sequence, or exceeds its limit of cells, the least recently used prompts
+        are evicted. If the store has no sequence in the stream of `seq`, the prompt is copied to a
+        store sequence in another stream.
 
         Args:
           cache: The cache of the store.
@@ -272,8 +272,9 @@ class PrefixStore:
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
-        Copies within a stream are compiled only if the stream of the first store sequence has an
-        empty sequence outside of the store; copies between streams, only if another stream has one.
+        Copies within a stream are compiled if the stream of the first store sequence has an empty
+        sequence that is not in the store. Copies between streams are compiled if another stream has
+        such a sequence.
 
         Args:
           cache: The cache of the store.
