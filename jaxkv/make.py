@@ -50,9 +50,9 @@ def make_cache(
       spec: layers, heads and windows of the model (`CacheSpec`).
       cells: N, the number of cells of each stream. A batch that needs more cells than are free is
         refused (`init_batch`). With a window of width W, the default is (W + ubatch_size +
-        max_rollback) * Q / S, rounded up for the placement. The default is enough for sequences of
-        any length; a larger number is reduced to the default. Recurrent layers ignore `cells`.
-        Cross-attention layers have N cells for encoder sources.
+        max_rollback) * Q / S, rounded up to whole tiles or stripes. The default is enough for
+        sequences of any length; a larger number is reduced to the default. Recurrent layers ignore
+        `cells`. Cross-attention layers have N cells for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
@@ -62,13 +62,14 @@ def make_cache(
         the spec. Keys and values of 8 bits are quantised: in each cell, up to 128 numbers of a head
         share a float32 scale. For D = 64, quantised keys take 0.27 times the bytes of float32 keys.
         Gradients with respect to quantised keys and values are zero; train with another dtype.
-      ubatch_size: with a window, the largest ubatch that the default N is sized for. With the
-        default N, `init_batch` raises ValueError for a larger ubatch.
+      ubatch_size: with a window, the largest number of tokens in a ubatch, from which the default N
+        is computed. With the default N, `init_batch` raises ValueError for a larger ubatch.
       max_rollback: with a window, the number of last tokens that can always be removed with the
         default N; default 32. If `max_rollback` equals `cells`, N is not reduced, and any number of
         tokens can be removed until a stream is full. With recurrent layers, `max_rollback` is E,
         the number of earlier states to store, each as large as the current state; default 0.
-      placement: how free cells of attention layers are chosen, without effect on the results.
+      placement: the order in which free cells of attention layers are taken, without effect on
+        results.
 
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells. A plan is refused if no free run is long
@@ -115,11 +116,12 @@ def make_cache(
       ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
       ValueError: If the dtype has 8 bits and values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes or ropes.
-      ValueError: If `heads_per_row` is above 1, and does not divide a number of heads, or the dtype
-        has 8 bits, or values are slices of the keys.
+      ValueError: If `heads_per_row` does not divide each number of heads, or is above 1 for a dtype
+        of 8 bits or for values that are slices of the keys.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
-      ValueError: If an axis would split two dimensions, or `sharding_rules` are without a mesh.
+      ValueError: If a mesh axis would split two dimensions, or `sharding_rules` are passed without
+        `mesh`.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)

@@ -98,8 +98,8 @@ def device_bytes(
       sizes that are not split and about uneven placements.
 
     Raises:
-      ValueError: If the devices cannot split the streams or the cells evenly. A single stream or
-        cell is not split, and raises no error.
+      ValueError: If the devices cannot split the streams or the cells evenly. A size of 1 is not
+        split, and raises no error.
       ValueError: If the argument `heads` is not a multiple of the number of key/value heads.
 
     Examples:

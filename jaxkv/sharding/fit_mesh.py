@@ -37,14 +37,15 @@ def fit_mesh(
         copies of it. "refuse": raise a ValueError.
 
     Returns:
-      The new mesh and rules. The mesh axis of heads is split into two, the second named "cells" or
-      "copies". Mesh and rules are unchanged if each number of heads is 1 or a multiple of the
-      number of devices. Recurrent states are ignored.
+      The new mesh and rules. The mesh axis of heads becomes two axes; the second is named "cells"
+      or "copies". Mesh and rules are unchanged if each number of heads is 1 or a multiple of the
+      number of devices on this axis. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.
       ValueError: If the mesh must change, and `surplus` is "refuse".
-      ValueError: If the mesh must change, and has several axes of heads or an axis of the new name.
+      ValueError: If the mesh must change, and several axes split the heads, or an axis has the new
+        name.
 
     Examples:
       >>> mesh = jax.make_mesh((4,), ("tensor",))

@@ -52,8 +52,8 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       sharding_rules: names of the mesh axes that split the cache.
 
     Raises:
-      ValueError: If the devices cannot split the streams or the cells evenly. A single stream or
-        cell is not split, and raises no error.
+      ValueError: If the devices cannot split the streams or the cells evenly. A size of 1 is not
+        split, and raises no error.
     """
     token = HEAD_DEVICES.set(sharding_rules.devices(mesh, "kv_heads"))
     try:

@@ -1,6 +1,7 @@
 """Snapshots of attention caches: n saved cells, ordered by stream, then by cell index.
 
-A shared cell is saved once, and restored once in each stream that gets an owner of the cell.
+A cell with several owners is saved once. It is restored once in each stream to which an owner is
+restored.
 """
 
 from __future__ import annotations
@@ -325,7 +326,8 @@ def _assign_cells(
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
     """Return how many cells to fill in each stream, and the saved index and owners of each cell.
 
-    The saved index of an unused cell is n. Cells that do not fit only add to the first result.
+    For an unused cell, the saved index is n. Cells that do not fit are counted in the first result
+    only.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -357,7 +359,7 @@ def _assign_cells(
 def _release_sequences(
     table: CellTable, marks: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove sequences whose entry in `marks` is not -1; set `evicted_below` to the entry.
+    """Remove sequences with a mark other than -1, and store the mark in `evicted_below`.
 
     Also return the free cells, and the number of cells that a snapshot may fill in each stream.
     """

@@ -91,14 +91,14 @@ def load(
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
     A new cache has the sizes of the saved cache and each token in its saved cell. Its results are
-    bit-identical if both caches have the same `heads_per_row`, which is the default of the
-    platform. Ubatches of the saved cache are stale in streams with saved tokens.
+    bit-identical if the saved cache has the default `heads_per_row` of the platform, as the new
+    cache has. A ubatch planned for the saved cache is stale in streams with saved tokens.
 
     If `into` is a cache, the saved sequences replace sequences of that cache. Both caches may have
-    different numbers of cells, sequences and streams, and different placements. Cells are chosen as
-    for a batch. Tiled placement fills empty tiles first, in saved order. Evictable cells may be
-    reused. Saved sequences that share cells share cells again if their targets are in one stream.
-    If the existing cache stores fewer states for each sequence, only the newest states are loaded.
+    different numbers of cells, sequences and streams, and different placements. Free cells are
+    chosen as for the tokens of a batch. Tiled placement fills empty tiles first, in saved order.
+    Evictable cells may be reused. Saved sequences that share cells share cells again if their
+    targets are in one stream. If the existing cache stores fewer states for each sequence, only the newest states are loaded.
     If the snapshot is damaged or does not fit, the existing cache is unchanged.
 
     Args:
