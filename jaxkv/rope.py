@@ -146,9 +146,9 @@ class Rope:
     ) -> Rope:
         """Divide low frequencies by a factor, as in Llama 3.1.
 
-        The original context has `original` positions. A frequency is unchanged if its pair turns
-        more than `high_freq_factor` times over the original context. A frequency is divided by
-        `factor` if its pair turns fewer than `low_freq_factor` times, else interpolated.
+        A frequency is unchanged if its pair turns more than `high_freq_factor` times within
+        `original` positions. A frequency is divided by `factor` if its pair turns fewer than
+        `low_freq_factor` times. Frequencies between the two limits are interpolated.
 
         >>> plain = Rope.make(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -186,7 +186,7 @@ class Rope:
           beta_slow: number of turns below which a frequency is divided by the factor.
           attention_factor: number by which rotated queries and keys are multiplied. None means
             0.1 ln(`factor`) + 1 if `factor` is above 1, else 1.
-          truncate: round the pair index at `beta_fast` down and at `beta_slow` up; not for gpt-oss.
+          truncate: round the pair index of `beta_fast` down, of `beta_slow` up; False for gpt-oss.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)

@@ -310,7 +310,7 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Replace each target by a copy of its parent; callers first check `can_seq_select`.
 
-        Targets Q are ignored. Buffers may be None if each target is in the stream of its parent.
+        Buffers may be None if each target is in the stream of its parent.
         """
 
     @abstractmethod

@@ -35,7 +35,7 @@ class States:
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the last token of the state in each cell, see `jaxkv.core.hashing`.
-    content: Hash of the state in each cell: sum of its tokens' hashes at unshifted positions.
+    content: Sum of the hashes of all tokens in the state of each cell, at unshifted positions.
     holds: For each layer and cell, the `cell_hash` of the state that the layer has written there.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
     shard_dims: Name, dimension and number of parts of each state that a mesh may split. Static.

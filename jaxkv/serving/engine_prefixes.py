@@ -59,7 +59,7 @@ class EnginePrefixes:
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """The current cache and store, for `rewind`; valid until cells are copied or written."""
+        """The cache and store, which `rewind` can restore until cells are copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
@@ -81,7 +81,7 @@ class EnginePrefixes:
     def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
-        """Return the longest stored prefix of a request; None if the request must wait."""
+        """Return the longest stored prefix that a request can reuse; None if it must wait."""
         if self.store is None:
             return PrefixMatch(None, NOTHING)
         tokens = text.all_tokens()
