@@ -98,8 +98,8 @@ def load(
     different numbers of cells, sequences and streams, and different placements. Free cells are
     chosen as for the tokens of a batch. Tiled placement fills empty tiles first, in saved order.
     Evictable cells may be reused. Saved sequences that share cells share cells again if their
-    targets are in one stream. If the existing cache stores fewer states for each sequence, only the newest states are loaded.
-    If the snapshot is damaged or does not fit, the existing cache is unchanged.
+    targets are in one stream. If the existing cache stores fewer states for each sequence, only the
+    newest states are loaded. If the snapshot is damaged or does not fit, the existing cache is unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.
