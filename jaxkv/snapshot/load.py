@@ -99,7 +99,8 @@ def load(
     chosen as for the tokens of a batch. Tiled placement fills empty tiles first, in saved order.
     Evictable cells may be reused. Saved sequences that share cells share cells again if their
     targets are in one stream. If the existing cache stores fewer states for each sequence, only the
-    newest states are loaded. If the snapshot is damaged or does not fit, the existing cache is unchanged.
+    newest states are loaded. If the snapshot is damaged or does not fit, the existing cache is
+    unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.
