@@ -219,7 +219,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class NotGiven:
-    """Rope of a cache that was made without the argument `rope`. Its keys cannot be shifted."""
+    """Rope of a cache made without the argument `rope`; keys of the cache cannot be shifted."""
 
 
 NOT_GIVEN = NotGiven()

@@ -244,7 +244,7 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 def _levels_of_traced_rows(
     texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
-    """Return a level for the prompts, if any, and a level for the texts; rows end with padding."""
+    """Return a `TrieLevel` of the prompts, if any, and one of the texts; padding becomes last."""
     rows = _padding_last(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)

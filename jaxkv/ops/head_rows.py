@@ -37,7 +37,7 @@ def split_rows(x: A, heads_per_row: int) -> A:
 
 
 def split_rows_of_cells(x: Float[Array, "P _ N _"], heads_per_row: int) -> Float[Array, "P K N D"]:
-    """Return rows of all cells as heads."""
+    """Return the rows of an array `[P, K / n, N, n * D]` as heads, for n heads per row."""
     return split_rows(x.swapaxes(1, 2), heads_per_row).swapaxes(1, 2) if heads_per_row > 1 else x
 
 

@@ -299,7 +299,7 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `layout.rank_in_sequence` for tokens `[T, n]` of T distinct sequences."""
+    """Return `layout.rank_in_sequence` for rows of tokens, each of another sequence."""
     # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
