@@ -40,7 +40,10 @@ def make_attention_cache(
     heads_per_row: int | None,
     devices: int | None,
 ) -> Cache:
-    """Implement `make_cache` for attention layers; `devices` devices split the heads, if known."""
+    """Implement `make_cache` for attention layers.
+
+    devices: number of devices that split the heads; None if unknown.
+    """
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")

@@ -246,7 +246,7 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each sequence's root (lowest id with its tokens), and the cells each root needs."""
+    """Return the lowest id that shares tokens with each sequence, and the cells this id needs."""
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
     count = fits.shape[0]

@@ -81,7 +81,8 @@ class Engine:
       ValueError: If `prefill_chunk`, `tokens_per_step` or `penalty_last_n` is below 1,
         `max_stop_tokens` is below 0, or `prefill_chunk` exceeds the ubatch size of the cache.
       ValueError: If a name in `sampling_options` is unknown.
-      ValueError: If a function of the constraint returns a wrong shape or dtype, see `Constraint`.
+      ValueError: If a function of the constraint returns another shape or dtype than `Constraint`
+        says.
       ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
         is passed with `prefix_sequences`.
       TypeError: If the model function, the constraint or the store has the wrong type.

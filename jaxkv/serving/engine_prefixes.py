@@ -59,7 +59,7 @@ class EnginePrefixes:
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """The cache and store, which `rewind` can restore until cells are copied or written."""
+        """The current cache and store; `rewind` restores them if no cell was copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
