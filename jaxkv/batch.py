@@ -131,7 +131,7 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return how many tokens of a row precede each of its last `count` recurrent states.
+        """Return how many tokens of a row each of the last `count` states of the row includes.
 
         For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0 stands
         for the state before the first token of the row; `write_states` skips this state. The
@@ -349,7 +349,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Convert a list that contains lists of ids to an array padded with -1; keep other values."""
+    """Convert a list with lists of ids to a padded array; return other values unchanged."""
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -412,7 +412,7 @@ def hash_tokens(ubatch: Ubatch) -> UInt32[Array, "R T"]:
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Return the ubatch if `ok` is True, else the ubatch with all slots past the last cell."""
+    """Return the ubatch; if `ok` is False, all slots become indices past the last cell."""
 
     def mask_leaf(leaf: jax.Array) -> jax.Array:
         return jnp.where(ok, leaf, out_of_range_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
@@ -457,7 +457,7 @@ def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int
 def expand_streams_to_rows(
     x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
 ) -> Shaped[Array, "R ..."]:
-    """Return the entry of each row's stream in `x`; pass `in_order` if row r is sequence r."""
+    """Return `x[row_stream]`; a True `in_order` promises that row r is sequence r."""
     if not in_order:
         return x[row_stream]
     rows, streams = row_stream.shape[0], x.shape[0]

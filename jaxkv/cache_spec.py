@@ -74,8 +74,8 @@ class CacheSpec:
           head_dim: D, the size of a key; one number, or one for each layer.
           value_dim: Dv, the size of a value: one number, or one for each layer; default D. A slice
             means that values are slices of the keys, as in latent attention (MLA). Values that are
-            slices are not stored, and models pass only keys. The slice must leave out at least one
-            number of the key, and the first numbers, which the rope rotates.
+            slices are not stored, and models pass only keys. The slice must begin after the numbers
+            that the rope rotates, and must leave out at least one number of the key.
           window: `Window` of all layers; None for no limit.
           rope: rotation of the keys that models pass to `attend`: one rope, or a tuple with one
             rope for each layer. None means that keys are not rotated. If no rope is given,
@@ -304,7 +304,7 @@ class CacheSpec:
         )
 
     def _array_kinds_of_layer(self, number: int) -> list[str]:
-        """Return "keys" or "states" for each part that serves a layer: the kind of its arrays."""
+        """Return what each part with this layer stores for the layer: "keys" or "states"."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
@@ -331,7 +331,7 @@ class CacheSpec:
 
 
 def _field_text(value: object) -> str:
-    """Return the text of a field; for a rope, the number of pairs and the slowest frequency."""
+    """Return a field as text; a rope is shown as its number of pairs and its lowest frequency."""
     if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
         return f"({', '.join(map(_field_text, value))})"
     if isinstance(value, Rope):
@@ -364,7 +364,7 @@ def _check_layer_sizes(value: object, layers: int, name: str) -> tuple[int, ...]
 
 
 def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
-    """Return the size of values, or the slice of keys that is the value, for each layer."""
+    """Return the entry of each layer: the size of a value, or a slice of the key."""
 
     def make_value_slice(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))
@@ -387,7 +387,7 @@ def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | Value
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
-    """Raise if a rope does not fit the keys, or rotates numbers that are also the value."""
+    """Raise if a rope does not fit the keys, or if values are slices of the rotated numbers."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
             f"expected a rope or None, got {rope!r}; make one, as Rope.make(head_dim, base=10000.0)"

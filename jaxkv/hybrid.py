@@ -83,7 +83,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy and get equal last positions; also return the positions."""
+    """Return whether all parts can copy with equal last positions, and these positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -121,9 +121,10 @@ def _make_parts_query(
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls `method` of the part that supports `verb` for the layer.
+    """Return a method that calls `method` of the part that stores the layer's keys or states.
 
-    If `writes`, the first two results of the part are its next table and buffers.
+    The argument `verb` is "attend" or "states". If `writes` is True, the first two results of
+    `method` are the next table and buffers of the part.
     """
 
     def call(
@@ -186,8 +187,8 @@ class HybridMaintenancePlan(MaintenancePlan):
 class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
-    layers: For each part, the numbers that its layers have in the model. Static. A model layer with
-      both attention and recurrence is in two parts.
+    layers: For each part, a tuple with the model's number for each layer of the part. Static. A
+      model layer with both attention and recurrence is in two parts.
     sharding_rules: Static mesh axes that split the cache; equal in all parts.
     """
 
@@ -367,7 +368,7 @@ class HybridTable(CacheTable):
         }
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a part supports `verb`, which is "attend" or "states", for a layer."""
+        """Return whether a part stores the keys ("attend") or the states ("states") of a layer."""
         return bool(self._parts_serving(verb, layer))
 
     def max_rollback(self, layer: int) -> int:
@@ -376,7 +377,7 @@ class HybridTable(CacheTable):
         return self.parts[i].max_rollback(inner)
 
     def _parts_serving(self, verb: str, layer: int) -> list[tuple[int, int]]:
-        """Return (part index, layer number in the part) for each part that serves a layer."""
+        """Return (index of the part, layer number in the part) for each part that has the layer."""
         return [
             (i, layers.index(layer))
             for i, (part, layers) in enumerate(zip(self.parts, self.layers, strict=True))

@@ -106,10 +106,11 @@ def seq_cp(
     """Copy a range of one sequence to other sequences, for example to fork a chat.
 
     Within a stream, the copy shares the cells of the range and copies no buffer. A target in the
-    stream of `src` keeps its old tokens, so first remove its tokens in the range (`seq_rm`). A copy
-    to another stream copies keys and values, and replaces all old tokens of the target. For several
-    targets in one other stream, keys and values are copied once. Recurrent states and the encoder
-    source of a target are replaced, unless the range is empty. Repeating a copy has no effect.
+    stream of `src` keeps its own tokens, so first call `seq_rm` for the target and the range. A
+    copy to another stream copies keys and values, and replaces all old tokens of the target. For
+    several targets in one other stream, keys and values are copied once. Recurrent states and the
+    encoder source of a target are replaced, unless the range is empty. Repeating a copy has no
+    effect.
 
     - `ok` is False if 1 < S < Q, and the stream of a target has too few free cells.
     - `ok` is False if no recurrent state is stored at the end of the range.
@@ -168,9 +169,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       cache: any cache.
       parents: id of the parent of each sequence to replace. Ids may be repeated, and a sequence may
         be its own parent.
-      sequences: distinct ids of the sequences to replace. A sequence is unchanged if a traced id of
-        the sequence or of its parent is out of range. If a traced id is repeated, its last parent
-        is copied.
+      sequences: distinct ids of the sequences to replace. A sequence is unchanged if its id, or the
+        id of its parent, is traced and out of range. If a traced id occurs twice in `sequences`,
+        the later parent is copied.
       donate: see `seq_cp`.
 
     Raises:

@@ -188,16 +188,17 @@ def read_kv(
 ) -> KVView:
     """Return keys, values and mask of a layer for the tokens of a ubatch.
 
-    `read_kv` groups the tokens of the ubatch into P lists, and returns all keys and values of each
-    list's stream. If S is 1, or if row r of the ubatch is sequence r, a list contains all rows of a
-    stream; otherwise each row is a list. Reshape queries and their positions to `[P, T, ...]`; P
-    and T are the first two sizes of the mask. Arguments and errors are those of `attend`.
+    `read_kv` groups the tokens of the ubatch into P lists, each in one stream. For each list, the
+    keys and values of all cells of the stream are returned. If S is 1, or if row r of the ubatch is
+    sequence r, a list contains all rows of a stream; otherwise each row is a list. Reshape queries
+    and their positions to `[P, T, ...]`; P and T are the first two sizes of the mask. Arguments and
+    errors are those of `attend`.
 
     Returns:
       Keys, values, mask and positions of the cells, see `KVView`.
 
-      - Values are finite. A key is NaN if the key or the value of its token and head was not
-        finite.
+      - Values are finite. If the key or the value of a token in a head was not finite, this key is
+        NaN.
       - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
         product or a sum. For derivatives, first replace these masked keys by zeros.
       - Unless the ubatch is stale, the mask is False for padding and for tokens of a refused plan.
@@ -241,8 +242,8 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     Returns:
       A dict from the name of each state to the states of all rows. A state is zero for a sequence
       without a stored state, for padding, and for a refused plan. States are NaN (integers: the
-      lowest value) for a stale ubatch. States are also NaN if the layer did not write the state of
-      the previous ubatch, or overwrote that state.
+      lowest value) for a stale ubatch. States are also NaN if the layer did not write the states of
+      the previous ubatch, or has overwritten these states.
 
     Raises:
       ValueError: If the layer has no states, or the buffers were donated.
@@ -279,9 +280,9 @@ def write_states(
       ubatch: the computed tokens.
       states: dict from the name of each state to an array `[R, E + 1, ...]`. An array contains the
         states after each of the last E + 1 valid tokens of each row, oldest first. States are cast
-        to the dtype of the cache. `Ubatch.state_write_steps` returns the number of tokens of the
-        row that each state includes. A state after 0 tokens is not written. If E is 0, an array
-        `[R, ...]` is accepted too.
+        to the dtype of the cache. For each state, `Ubatch.state_write_steps` returns how many
+        tokens of the row the state includes. A state after 0 tokens is not written. If E is 0, an
+        array `[R, ...]` is accepted too.
 
     Raises:
       ValueError: If state names or shapes differ from the spec, or if `read_states` would raise.

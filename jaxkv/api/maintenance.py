@@ -57,9 +57,9 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
-      the number of cells to move. For attention, each run of cells to move has an entry in the
-      fields `source` (first cell of the run), `destination` (cell to which the first cell moves)
-      and `length` (number of cells), `[S, n]` int32. Unused entries have length 0.
+      the number of cells to move. For attention, the plan has the fields `source`, `destination`
+      and `length`, `[S, n]` int32, with an entry for each run of cells to move: the first cell, the
+      cell to which the first cell moves, and the number of cells. Unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -141,8 +141,8 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
     The flag `ok` is False if a cell of the earlier table was overwritten (by a ubatch, a copy
-    between streams or a defrag), or if an update rotated its key. If `ok` is False, the later cache
-    is returned. After `rewind`, plans that were made for later tables are stale.
+    between streams or a defrag), or if an update rotated the key in such a cell. If `ok` is False,
+    the later cache is returned. After `rewind`, plans that were made for later tables are stale.
 
     Cells are compared by hashes of the steps and edits that led to them. A removed and rewritten
     cell counts as overwritten, even with the same token. Two equal steps from the same cache have

@@ -174,7 +174,7 @@ def map_shards(
     in_specs: PyTree[P],
     out_specs: PyTree[P],
 ) -> Callable[..., R]:
-    """Return a function of whole arrays that calls `of_share` with the shards of each device."""
+    """Return a function of whole arrays that calls `of_share` on each device with its shards."""
     # Specs are trees, or tree prefixes, of `PartitionSpec`.
     mesh = _require_mesh(sharding_rules)
     if mesh is None:
@@ -199,7 +199,7 @@ def map_shards(
 
 
 def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
-    """Keep only the explicit mesh axes of `spec`, as the sharding of an array type requires.
+    """Remove the mesh axes that are not explicit from `spec`, as array types require.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)

@@ -1,4 +1,4 @@
-"""Types for annotations, which only type checkers and tests read. For shapes see `jaxkv`."""
+"""Types for annotations; the docstring of the package `jaxkv` explains the letters of shapes."""
 
 from collections.abc import Sequence
 

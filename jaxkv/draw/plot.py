@@ -108,8 +108,8 @@ def occupancy(
     Args:
       steps: caches, or numbers of used cells from `cache.num_used_cells()`, one for each step.
         For caches, each owner has its own area; a shared cell counts only for the lowest owner id.
-      cells: number of cells, drawn as a horizontal line. By default, the number is that of the
-        first cache; no line is drawn if `steps` are numbers.
+      cells: number of cells, drawn as a horizontal line. The default is the number of cells of the
+        first cache. If `steps` are numbers, no line is drawn by default.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
@@ -251,7 +251,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
 
 
 def _cells_per_owner(view: CellView) -> np.ndarray:
-    """Return how many cells have each sequence as their lowest owner, `[Q]` int."""
+    """Count the cells of each lowest owner, as an array `[Q]` of ints."""
     owner = view.owner
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
@@ -288,7 +288,7 @@ def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
 
 
 def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
-    """Return a mark (`_marks_to_rgb`) for each token and position of its sequence, `[T, n]`."""
+    """Return marks `[T, n]` (see `_marks_to_rgb`), with a column for each position."""
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):

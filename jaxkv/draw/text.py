@@ -30,8 +30,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
-      cell with several owners. A third line, `shift`, shows pending shifts, if any. A column for
-      several runs has a tilde, all owners, and the lowest and the highest position.
+      cell with several owners. A third line, `shift`, shows pending shifts, if any. A column that
+      combines several runs shows a tilde, all owners, and the lowest and highest position.
 
     Raises:
       TypeError: If the cache is traced, or has shapes instead of arrays.

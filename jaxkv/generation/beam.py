@@ -178,11 +178,11 @@ def beam(
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. An unfinished hypothesis is cached except for its last token. For a finished
-      hypothesis, the longest prefix that a beam of the last step shares is cached. To continue
-      hypothesis i, compute its tokens from index `num_cached[i]` on. If a beam sequence cannot be
-      shortened to its prefix (no state is stored, or cells are evicted), the sequence is empty and
-      its `num_cached` is -1.
+      hypothesis i. An unfinished hypothesis is cached except for its last token. Of a finished
+      hypothesis, the longest prefix that is also a prefix of a beam of the last step is cached. To
+      continue hypothesis i, compute its tokens from index `num_cached[i]` on. If beam sequence i
+      cannot be shortened to the prefix (no state is stored, or cells are evicted), the sequence is
+      empty, and `num_cached[i]` is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.
@@ -190,7 +190,8 @@ def beam(
       ValueError: If the number of ids is not W, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
-      ValueError: If untraced arguments have an empty first beam sequence or a donated cache.
+      ValueError: If the first beam sequence is empty or the cache was donated, unless arguments are
+        traced.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
       TypeError: If a count, a sequence id or a stop token is not an integer.
 
@@ -342,7 +343,7 @@ def _trim_sequences(
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:
-    """Keep in each sequence the longest prefix of its hypothesis that is in the cache."""
+    """Shorten each beam sequence to the longest cached prefix of its hypothesis."""
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]

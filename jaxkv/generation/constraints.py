@@ -81,7 +81,7 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: First state of all sequences if `bound` is None, else the states of T sequences.
+    first: The states of T sequences; one state for all sequences if `bound` is None.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
@@ -165,7 +165,7 @@ def check_constraint(constraint: object) -> Constraint:
 
 
 def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
-    """Return the checked `constraint_state` of a request as NumPy arrays; None if unconstrained."""
+    """Return the checked `constraint_state` of a request (None: no constraint) as NumPy arrays."""
     if state is None:
         return None
     if constraint is None:
@@ -211,7 +211,7 @@ def make_constrained_sampler(
 
 
 def _to_jax_dtype(x: ArrayLike) -> Array | np.ndarray:
-    """Cast an array to the dtype that JAX uses for it; return a NumPy array unless traced."""
+    """Cast an array to a dtype that JAX supports; return a NumPy array unless traced."""
     return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
 
 

@@ -233,7 +233,7 @@ def _self_extend_table(
 def _has_unshared_cells(
     table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
 ) -> Bool[Array, ""]:
-    """Return whether a sequence shares none of its cells at or after a position."""
+    """Return whether a sequence is the only owner of its cells from a position on."""
 
     # The number of cells that a removal frees depends on other sequences only if a cell is shared.
     def num_freed_cells(table: CacheTable) -> jax.Array:

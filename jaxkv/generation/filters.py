@@ -111,7 +111,7 @@ class FilterSampler(Sampler):
         return jnp.where(temperature > 0, cooled, alone)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Drop the oldest recent token of each sequence, and append the new token."""
+        """Append the new token to the recent tokens of each sequence, and drop the oldest token."""
         if not self._has_penalty:
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
@@ -155,19 +155,19 @@ def make_sampler(
       temperature: Divisor of logits, at least 0. With 0 the token with the highest logit is taken,
         and `top_k`, `top_p` and `min_p` have no effect.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Keep the most probable of these tokens, as few as reach a total probability of `top_p`
-        (above 0, at most 1).
+      top_p: Of the tokens that `top_k` keeps, keep the most probable ones, until their total
+        probability reaches `top_p` (above 0, at most 1).
       min_p: Keep tokens with at least `min_p` times the highest probability; from 0 to 1.
-      repeat_penalty: Divides positive logits of recent tokens, and multiplies negative logits;
-        above 0.
+      repeat_penalty: A number above 0 that divides positive logits of recent tokens, and multiplies
+        negative ones.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
 
     Returns:
       A sampler that applies penalties, top-k, top-p, min-p and the temperature, in this order, as
-      llama.cpp does, and subtracts the highest logit if there is a temperature. Tokens with the
-      same logit as the last kept token are also kept.
+      llama.cpp does. With a temperature, the sampler also subtracts the highest logit. Tokens with
+      the same logit as the last kept token are also kept.
 
     Raises:
       ValueError: If a number is out of its range after conversion to float32 or int32.
@@ -228,9 +228,10 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
-    """Return True for the highest logits, as few as reach a total weight of `min_weight`.
+    """Return a mask of the highest logits: the fewest whose weights add up to `min_weight`.
 
-    Equal logits have equal mask values. If the weights do not reach `min_weight`, all are True.
+    Equal logits have equal mask values. If the sum of all weights is below `min_weight`, the mask
+    is True everywhere.
     """
     rank = _to_ordered_integers(logits)
     top = jnp.uint32(1 << 31)

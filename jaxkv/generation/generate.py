@@ -72,8 +72,8 @@ def generate(
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
-        `i * num_samples`; forks of the sequence replace the other samples' sequences. The input
-        cache stays valid; its buffers are copied once.
+        `i * num_samples`; the sequences of the other samples of the prompt become forks of this
+        sequence. The input cache stays valid; its buffers are copied once.
       dtype: Dtype of keys and values in a new cache, see `make_cache`.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
@@ -195,7 +195,7 @@ def _fold_samples(
     seed: Integer[Array, ""] | Key[Array, ""],
     indices: tuple[Int32[Array, " T"], Int32[Array, " T"]],
 ) -> Key[Array, " T"]:
-    """Fold the prompt index into the seed of each sample, then the sample index unless it is 0."""
+    """Fold prompt and sample indices into a seed; sample 0 has the key of its prompt."""
     fold = jax.vmap(jax.random.fold_in)
     prompt, sample = indices
     keys = fold(
@@ -217,7 +217,7 @@ def _report_tokens(
 
 @partial(jax.jit, static_argnames="num_remaining")
 def _join_calls(parts: list[dict[str, Any]], num_remaining: int) -> dict[str, Any]:
-    """Join the result fields of several calls, padded by `num_remaining` tokens."""
+    """Join the result fields of several calls, and append `num_remaining` tokens of padding."""
     joined: dict[str, Any] = {
         name: jnp.pad(
             jnp.concatenate([part[name] for part in parts], axis=1),

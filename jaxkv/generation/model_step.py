@@ -108,7 +108,7 @@ def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 
 
 def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
-    """Return the table and the buffers, copied unless `donate`; raise for donated buffers."""
+    """Return table and buffers; copy the buffers unless `donate`; raise if they were donated."""
     table, buffers = cache.table, cache.buffers
     check_not_donated(buffers)
     return table, buffers if donate else copy_arrays(buffers)

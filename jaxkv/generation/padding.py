@@ -37,7 +37,7 @@ def take_last_tokens(
 
 
 def is_rows(texts: Prompts) -> bool:
-    """Return whether texts are rows of an array, with negative numbers as padding."""
+    """Return whether texts are an array with two dimensions, and not a list."""
     return getattr(texts, "ndim", 0) == 2
 
 

@@ -61,11 +61,11 @@ def init_decode(
     Args:
       cache: The cache after the prompts.
       logits: The result of `prefill`, or logits `[T, V]` of the last prompt token of each sequence.
-        For forks of a prompt, repeat the row of the prompt (`jnp.repeat`).
+        For forks of a prompt, repeat the logits of the prompt (`jnp.repeat`).
       tokens: `[T]`. First tokens that were sampled elsewhere and are not in the cache yet, instead
         of `logits`.
       sequences: `[T]`. Sequence ids; not allowed with the result of `prefill`, which has ids. By
-        default 0 to T - 1. Logits of several sequences require ids.
+        default 0 to T - 1. If logits are passed for several sequences, ids are required.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including

@@ -46,8 +46,8 @@ def score(
     Each prompt is computed once for all texts that follow the prompt, also in gradients. If texts
     and prompts are not traced, common prefixes of prompts (or of texts without prompts) are also
     computed once. A prompt or text has at most 3 such prefixes, each at least 16 tokens longer than
-    the previous one. Two calls with lists use the same compiled program if they have equal numbers
-    of texts, and if lengths and numbers of prefixes round up to equal numbers.
+    the previous one. Two calls with lists use the same compiled program if they have equally many
+    texts, and if the lengths of texts and the numbers of prefixes are equal after rounding up.
 
     Args:
       forward: See `prefill`.
@@ -206,7 +206,7 @@ def _score_rows(
     place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
-    """Return log-probabilities of a level's tokens; token `order[i]` has the output `logits[i]`."""
+    """Score the tokens of a `TrieLevel`; `logits[i]` are the logits after token `order[i]`."""
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(mode="fill", fill_value=-1)
@@ -226,7 +226,7 @@ def _update_ends(
     place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "Q V"]:
-    """Return the logits of the last token of each sequence after a level."""
+    """Update the logits after the last token of each sequence from those of a `TrieLevel`."""
     tokens, count = jnp.asarray(level.tokens), level.parents.shape[0]
     last = jnp.maximum(jnp.sum(tokens >= 0, axis=1, keepdims=True) - 1, 0)
     row = jnp.take_along_axis(place, last, axis=1)[:, 0]
@@ -244,7 +244,7 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 def _levels_of_traced_rows(
     texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
-    """Return a `TrieLevel` of the prompts, if any, and one of the texts; padding becomes last."""
+    """Return a `TrieLevel` of all prompts (unless None) and a `TrieLevel` of all texts."""
     rows = _padding_last(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)

@@ -26,7 +26,7 @@ MAX_LEVELS = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrieLevel:
-    """Rows of tokens that are computed at once; each row continues a sequence.
+    """Tokens that are computed at once; each row of tokens continues one sequence.
 
     tokens: padded with -1 at the end of a row.
     sequences: sequence id of each row; -1 for a row of padding.
@@ -52,7 +52,7 @@ class _Segment(NamedTuple):
 def trie_of_texts(
     texts: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
-    """Return the levels of Q texts, and the index of each token in the flat tokens of all levels.
+    """Return a list of `TrieLevel` for Q texts, and the index of each token in all levels.
 
     >>> levels, index = trie_of_texts([np.arange(24), np.arange(20)])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -74,7 +74,7 @@ def trie_of_texts(
 def trie_of_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], texts: Sequence[Int[np.ndarray, " _"]]
 ) -> list[TrieLevel]:
-    """Return the levels of P prompts, then a level of texts; each prompt has T // P texts.
+    """Return one or more `TrieLevel`s of all prompts, then one `TrieLevel` of all texts.
 
     >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -94,7 +94,7 @@ def trie_of_prompts(
 def _segments_by_level(
     texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """Return segments and parents of each level; a segment has its texts' lowest sequence id."""
+    """For each `TrieLevel`, return its segments and the parents of their sequences."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []
@@ -132,7 +132,7 @@ def _common_length(a: np.ndarray, b: np.ndarray) -> int:
 def _make_level(
     segments: list[_Segment], parents: Mapping[int, int], count: int, *, is_scored: bool
 ) -> TrieLevel:
-    """Return a level of segments, padded so that few shapes are compiled."""
+    """Make a `TrieLevel` from segments, with padding so that few shapes are compiled."""
     shape = (
         min(next_power_of_two(len(segments)), count),
         _round_length(max(len(segment.tokens) for segment in segments)),

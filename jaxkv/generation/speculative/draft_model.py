@@ -45,8 +45,8 @@ def draft_model(
 
     Returns:
       A drafter for `speculate`. If the cache of the draft model has too few free cells, the active
-      sequences continue without drafts. A sequence gets no draft if its length differs between
-      draft cache and main cache. Repeat each edit of the main cache in the draft cache.
+      sequences continue without drafts. A sequence gets no draft if it has different lengths in the
+      draft cache and the main cache. Repeat each edit of the main cache in the draft cache.
 
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.

@@ -30,8 +30,8 @@ class DraftTokens(NamedTuple):
 
     tokens: `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
-    adjusted: float32. Adjusted logits from which tokens were drawn; None if not drawn at random.
-      Branches with equal first tokens draw their next tokens without replacement, in branch order.
+    adjusted: float32. Adjusted logits from which tokens were drawn; None if tokens are not random.
+      Branches with equal tokens so far draw their next tokens one by one, without replacement.
     """
 
     tokens: Int32[Array, "T *k n"]
@@ -281,7 +281,7 @@ class DraftModel(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> DraftModel:
-        """Remove rejected tokens; set `unfed` if only the last accepted token is missing."""
+        """Remove rejected tokens; set `unfed` if the draft cache lacks exactly one token."""
         cache, _ = seq_rm(self.cache, sequences, at + num_cached)
         num_missing = at + num_cached - 1 - last_positions(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(num_cached - 1, 0)[:, None], axis=1)[:, 0]

@@ -133,7 +133,7 @@ def plan_tree(
 def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
-    """Return token indices as one row; if `single_sequence_rows`, as a padded row per branch."""
+    """Return token indices as one row; with `single_sequence_rows`, as one row for each branch."""
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]
