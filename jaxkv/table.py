@@ -47,7 +47,7 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    together: Same as `fits`, but contiguous placement is limited to the longest free run.
+    together: Like `fits`, but with contiguous placement only the longest free run is used.
     num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
@@ -57,7 +57,7 @@ class Admission(NamedTuple):
 
 
 class KVView(NamedTuple):
-    """Keys and values that P lists of T tokens attend to in a layer; for the lists see `read_kv`.
+    """Keys and values of a layer for P lists of T tokens; `read_kv` explains the lists.
 
     k: Keys of all cells of each list's stream, in the dtype of the buffers; float32 if quantised.
     v: Values of all cells of each list's stream, in the same dtype as the keys.
@@ -98,7 +98,7 @@ class MaintenancePlan(Partitioned):
         """Apply the plan if `ok` is True, else return the table and buffers unchanged."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> P:
-        """Return the `PartitionSpec` of the streams, which is used for all arrays of the plan."""
+        """Return one `PartitionSpec`, for all arrays of the plan, that splits the streams."""
         return P(sharding_rules.split(mesh, streams=self.spec.streams)["streams"])
 
 
@@ -115,7 +115,8 @@ class CacheTable(Partitioned):
 
     An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
     A range has the positions from `start` to `stop` - 1. A negative start means 0, a negative stop
-    no end, a stop of 0 an empty range. A refused edit returns the unchanged table and False.
+    means no end, and a stop of 0 means an empty range. A refused edit returns the unchanged table
+    and False.
     """
 
     @property
@@ -141,7 +142,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table, and of the buffers unless None."""
+        """Return a `PartitionSpec` for each array of the table, and of the buffers if given."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
@@ -149,7 +150,7 @@ class CacheTable(Partitioned):
         return self.partition_specs(None, mesh)[0]
 
     def pair_parts_with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
-        """Return pairs of a part and its buffers; a table that is not hybrid is its only part."""
+        """Return each part with its buffers; a table that is not hybrid is its only part."""
         return ((self, buffers),)
 
     @property
@@ -189,7 +190,7 @@ class CacheTable(Partitioned):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Return the hash of each sequence's last token, and whether it is equal to `contents`."""
+        """Return the content of each sequence's last token, and whether it equals `contents`."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:
         """Return which sequences have a token, an evicted token, or an encoder source."""
@@ -212,9 +213,10 @@ class CacheTable(Partitioned):
 
     @assignable
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-        """Return whether each sequence owns exactly the same cells as its partner.
+        """Return whether each sequence owns exactly the same cells as another sequence.
 
-        `partner` has the index of each partner in the stream. Recurrent caches raise TypeError.
+        `partner[q]` is the index, within the stream of sequence q, of the sequence to compare with.
+        Recurrent caches raise TypeError.
         """
         del partner
         raise TypeError(
@@ -237,8 +239,9 @@ class CacheTable(Partitioned):
     ) -> Bool[np.ndarray, " S"]:
         """Return which streams have enough cells for sequences of the given `lengths`.
 
-        A length is the largest number of tokens of a sequence; at most `at_once` tokens of a stream
-        are computed at once. With contiguous placement, the sequences may fit only after a defrag.
+        `lengths` are the largest numbers of tokens of the sequences. At most `at_once` tokens of a
+        stream are computed at once. With contiguous placement, the sequences may fit only after a
+        defrag.
         """
 
     @abstractmethod
@@ -275,7 +278,7 @@ class CacheTable(Partitioned):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Remove a range of `seq`, or of all sequences if it is -1; return the table and a flag."""
+        """Remove a range of `seq` (-1: all sequences); return the table and a flag."""
 
     @abstractmethod
     @assignable
@@ -383,7 +386,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with this table's hashes, and whether its used cells are unchanged."""
+        """Return `old` with hashes of `self`, and whether the used cells of `old` are unchanged."""
 
     @abstractmethod
     @assignable
@@ -391,7 +394,7 @@ class CacheTable(Partitioned):
         """Return the number of violations of each invariant, by name."""
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a layer supports `verb`: "attend" for keys and values, or "states"."""
+        """Return whether a layer supports `verb`: "attend" (keys and values) or "states"."""
         del verb, layer
         return False
 
@@ -406,7 +409,7 @@ class CacheTable(Partitioned):
         v: Float[Array, "R T K Dv"] | None = None,
         **options: object,
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values, if given, and attend; options are those of `jaxkv.attend`."""
+        """Write keys and values, if given, and attend; the options are those of `jaxkv.attend`."""
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
@@ -482,7 +485,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
 
 
 def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise TypeError if an object is not a `Ubatch`, ValueError if the table has another spec."""
+    """Raise TypeError unless `ubatch` is a `Ubatch`, ValueError if it has another spec."""
     if not isinstance(ubatch, Ubatch):
         raise TypeError(
             f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}; pass one of "

@@ -35,7 +35,7 @@ class DeviceBytes:
     buffers: bytes of keys, values and states on each device.
     params: bytes of model parameters on each device; 0 if no parameters were passed.
     sent: bytes that attention sends to each device in a step of one token for each sequence.
-    whole: messages about streams and heads that are not split although the rules name a mesh axis.
+    whole: messages about streams or heads that cannot be split as the rules require.
     uneven: messages about placements that store a short sequence on only some of the devices.
     """
 
@@ -53,7 +53,7 @@ class DeviceBytes:
         return self.table + self.buffers + self.params
 
     def check(self, room: int) -> DeviceBytes:
-        """Return self; raise a ValueError if `total` exceeds `room`, the bytes of a device."""
+        """Return self; raise a ValueError if `total` exceeds `room`, a device's memory in bytes."""
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
@@ -85,8 +85,8 @@ def device_bytes(
     """Return the bytes of a cache on each device of a mesh, without allocating the cache.
 
     Args:
-      cache: cache, or its shapes from `sharding.shapes`. `jax.eval_shape` gives the same bytes
-        unless the default `heads_per_row` depends on the mesh, as on a TPU.
+      cache: cache, or its shapes from `sharding.shapes`. Shapes from `jax.eval_shape` give the same
+        bytes, unless the default `heads_per_row` depends on the mesh, as on a TPU.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
       heads: number of query heads, for the field `sent`; default: the number of key/value heads.
@@ -95,11 +95,11 @@ def device_bytes(
 
     Returns:
       A `DeviceBytes`: the bytes on each device, the bytes that attention sends, and messages about
-      sizes that are not split and about uneven placements.
+      streams or heads that cannot be split and about uneven placements.
 
     Raises:
-      ValueError: If the devices cannot split the streams or the cells evenly. A size of 1 is not
-        split, and raises no error.
+      ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
+        single cell, is not split and raises no error.
       ValueError: If the argument `heads` is not a multiple of the number of key/value heads.
 
     Examples:
@@ -180,7 +180,7 @@ def _softmax_bytes(
 
 
 def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
-    """Return a message for each size that is not split although the rules name a mesh axis."""
+    """Return messages about streams or heads that cannot be split as the rules require."""
     sizes = [("streams", part.table.spec.streams, 1)]
     n = part.buffers.heads_per_row if isinstance(part.buffers, Buffers) else 1
     sizes += [("kv_heads", kv_heads, n) for kv_heads in sorted(num_kv_heads(part))]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return a cache with a `NamedSharding` instead of each array, and the rules in its table."""
+    """Return the cache with a `NamedSharding` in place of each array; its table has the rules."""
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
 
@@ -47,13 +47,13 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
     be the target of an Orbax restore.
 
     Args:
-      make: function without arguments that makes the cache, not jitted; all sizes must be static.
+      make: function without arguments that returns the cache; not jitted, with static sizes.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
 
     Raises:
-      ValueError: If the devices cannot split the streams or the cells evenly. A size of 1 is not
-        split, and raises no error.
+      ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
+        single cell, is not split and raises no error.
     """
     token = HEAD_DEVICES.set(sharding_rules.devices(mesh, "kv_heads"))
     try:

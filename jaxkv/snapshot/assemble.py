@@ -39,7 +39,7 @@ KINDS: dict[str, type[Part]] = {
 
 
 class NamedPart(NamedTuple):
-    """A part of a cache, the class that saves the part, and the prefixes of its array names."""
+    """A part of a cache, the class that saves the part, and the prefixes of array names."""
 
     part: type[Part]
     cache: Cache
@@ -48,7 +48,7 @@ class NamedPart(NamedTuple):
 
 
 def name_parts(cache: Cache) -> list[NamedPart]:
-    """Return the parts of a hybrid cache, or any other cache as its only part."""
+    """Return the parts of a cache; a cache that is not hybrid is its only part."""
     if not isinstance(cache.table, HybridTable):
         return [NamedPart(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [

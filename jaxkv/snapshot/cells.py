@@ -1,7 +1,7 @@
 """Snapshots of attention caches: n saved cells, ordered by stream, then by cell index.
 
-A cell with several owners is saved once. It is restored once in each stream to which an owner is
-restored.
+A cell with several owners is saved once. If its owners are restored to several streams, each of
+these streams gets one copy of the cell.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def fill_buffers(buffers: Buffers, prefix: str, fill: Fill) -> Buffers:
-        """Return the buffers with the arrays of all layers filled, one layer at a time."""
+        """Fill the arrays of all layers, one layer at a time, and return the buffers."""
         called = buffer_names(_unstack_layers(buffers), prefix)
         for i in range(buffers.layers):
             arrays = map_arrays(fill, buffers.layer(i), (called.k[i], called.v[i]))
@@ -283,7 +283,7 @@ def _check_cache_sizes(
     latent: list[list[int] | None],
     form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
 ) -> None:
-    """Raise the exceptions of `make_cache` for invalid sizes and static fields."""
+    """Raise the same exceptions as `make_cache` for invalid sizes and static fields."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
@@ -312,7 +312,7 @@ def _check_cache_sizes(
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
-    """Return the stream of a sequence, and the word and bit of its owner bit."""
+    """Return the stream of a sequence, and the word and the bit number of its owner bit."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
@@ -324,10 +324,10 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return how many cells to fill in each stream, and the saved index and owners of each cell.
+    """Return the number of cells to fill in each stream, and what each target cell receives.
 
-    For an unused cell, the saved index is n. Cells that do not fit are counted in the first result
-    only.
+    The second result is the index of the saved cell for each target cell, or n if none; the third
+    result is the owners of each target cell. Saved cells that do not fit are only counted.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -359,7 +359,7 @@ def _assign_cells(
 def _release_sequences(
     table: CellTable, marks: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove sequences with a mark other than -1, and store the mark in `evicted_below`.
+    """Remove each sequence whose mark is not -1, and store the mark as its `evicted_below`.
 
     Also return the free cells, and the number of cells that a snapshot may fill in each stream.
     """
@@ -386,7 +386,7 @@ def _occupy_cells(
     origin: Int32[Array, "S N"],
     seed: UInt32[Array, ""],
 ) -> CellTable:
-    """Write restored cells into a table; `cell_hash` is a hash of the seed and the saved index."""
+    """Write restored cells into a table; each `cell_hash` is a hash of seed and saved index."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(rest, cell_hash=stamp, **fields)
@@ -394,7 +394,7 @@ def _occupy_cells(
 
 
 def _value_slice_bounds(v: Values) -> list[int] | None:
-    """Return the bounds of the key slice that is the value; None if values are stored."""
+    """Return the bounds of the slice of a key that is its value; None if values are stored."""
     return [v.first, v.last] if isinstance(v, ValueSlice) else None
 
 

@@ -51,7 +51,7 @@ def write_cells(
     write: Write[A],
     size: int,
 ) -> A:
-    """Write the values `new[origin]` into cells of an array, which is donated."""
+    """Write the values `new[origin]` into cells of a donated array."""
     for here, where in _iterate_chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]
@@ -62,7 +62,7 @@ def write_cells(
 def _iterate_chunks(
     streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
 ) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
-    """Yield a slice, and stream and cell indices, for each chunk of cells; pad the last chunk."""
+    """Yield, for each chunk, a slice of the cell list and the padded stream and cell indices."""
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
         stream, cell = np.zeros(size, np.int32), MAX_CELLS + np.arange(size, dtype=np.int32)
@@ -87,5 +87,5 @@ def _write_chunk(
     *,
     write: Write[A],
 ) -> A:
-    """Write the C cells of one chunk into an array, which is donated."""
+    """Write the C cells of one chunk into a donated array."""
     return write(array, streams, cells, jnp.asarray(new, array.dtype))

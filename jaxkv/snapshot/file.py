@@ -138,7 +138,7 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
 def _pack(
     description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays of a snapshot as stored, by array name, and the metadata of the file."""
+    """Return the stored form of each array of a snapshot, by name, and the metadata of the file."""
     stored = {name: _plain_array(array) for name, array in arrays.items()}
     entries = {
         name: {
@@ -161,7 +161,7 @@ def _plain_array(array: np.ndarray) -> np.ndarray:
 def _file_from_metadata(
     metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
 ) -> SnapshotFile:
-    """Return the snapshot that metadata describe; raise a ValueError for invalid metadata."""
+    """Return the snapshot described by metadata; raise a ValueError if the metadata are invalid."""
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
         raise ValueError(

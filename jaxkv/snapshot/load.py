@@ -90,17 +90,18 @@ def load(
 ) -> Cache:
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
-    A new cache has the sizes of the saved cache and each token in its saved cell. Its results are
-    bit-identical if the saved cache has the default `heads_per_row` of the platform, as the new
-    cache has. A ubatch planned for the saved cache is stale in streams with saved tokens.
+    A new cache has the sizes of the saved cache and each token in its saved cell. The new cache has
+    the default `heads_per_row` of the platform. If the saved cache has the same `heads_per_row`,
+    both caches give bit-identical results. For the new cache, a ubatch planned for the saved cache
+    is stale in streams with saved tokens.
 
     If `into` is a cache, the saved sequences replace sequences of that cache. Both caches may have
     different numbers of cells, sequences and streams, and different placements. Free cells are
-    chosen as for the tokens of a batch. Tiled placement fills empty tiles first, in saved order.
-    Evictable cells may be reused. Saved sequences that share cells share cells again if their
-    targets are in one stream. If the existing cache stores fewer states for each sequence, only the
-    newest states are loaded. If the snapshot is damaged or does not fit, the existing cache is
-    unchanged.
+    chosen as for the tokens of a batch. With tiled placement, the saved cells first fill empty
+    tiles, in saved order. Evictable cells may be reused. Saved sequences that share cells share
+    cells again if their targets are in one stream. If the existing cache stores fewer states for
+    each sequence, only the newest states are loaded. If the snapshot is damaged or does not fit,
+    the existing cache is unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.
@@ -118,9 +119,10 @@ def load(
     Raises:
       ImportError: If the package safetensors is not installed.
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
-      PlanRefusedError: If a stream has too few free cells, or only short runs of free cells for
-        contiguous placement.
-      TypeError: If a compared `model_id` is not JSON, or the existing cache has shapes only.
+      PlanRefusedError: If a stream has too few free cells, or with contiguous placement only runs
+        of free cells that are too short.
+      TypeError: If a compared `model_id` is not a JSON value, or the existing cache has shapes
+        only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.

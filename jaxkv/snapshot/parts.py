@@ -49,7 +49,7 @@ class SlotAssignment:
 
     table: table with the restored sequences.
     streams, cells: stream index and cell index of each written cell.
-    origin: for each written cell, the index of its cell or state in the snapshot.
+    origin: for each written cell, the index of the saved cell or state in the snapshot.
     """
 
     table: CacheTable
@@ -87,7 +87,7 @@ class Part(ABC, Generic[T, B, D]):
     @staticmethod
     @abstractmethod
     def compatibility_fields(table: T, buffers: B) -> dict[str, object]:
-        """Return properties, by name, in which a saved cache and the target cache must be equal."""
+        """Return, by name, the properties that must be equal in the saved and the target cache."""
 
     @staticmethod
     @abstractmethod
@@ -101,7 +101,7 @@ class Part(ABC, Generic[T, B, D]):
     def saved_shapes(
         table: T, buffers: B, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the result shapes of `extract_sequences` for `count` cells and `saved` ids."""
+        """Return the shapes of `extract_sequences` for `count` cells of `saved` sequences."""
 
     @staticmethod
     @abstractmethod
@@ -127,7 +127,7 @@ class Part(ABC, Generic[T, B, D]):
     @staticmethod
     @abstractmethod
     def write_array(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
-        """Write saved values, `[n, ...]`, into a buffer array, which is donated."""
+        """Write saved values, `[n, ...]`, into a donated buffer array."""
 
 
 def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:

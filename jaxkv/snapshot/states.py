@@ -100,7 +100,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     def extract_sequences(
         table: StateTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Copy the states of the given sequences; a layer's states are `[n, ...]`, by name."""
+        """Copy the states of the given sequences; each state array of a layer is `[n, ...]`."""
         host = to_host(table)
         ids, size = np.array(sequences, int), host.num_cells
         place = ids[:, None] // host.sequences_per_stream * size + host.cell[ids]
