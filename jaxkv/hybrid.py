@@ -42,7 +42,7 @@ _smallest = partial(reduce, jnp.minimum)
 
 
 def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
-    """Return the largest first position among the parts; -1 if a part is empty."""
+    """Return the largest of the first positions in all parts; -1 if a part has no tokens."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
@@ -116,7 +116,7 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Do the same as `_make_parts_method` with a `rule` that does not take the table."""
+    """Return a method as `_make_parts_method` does, for a `rule` without the argument `table`."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 

@@ -65,8 +65,8 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     - The plan of an update becomes stale when the keys to rotate, or their angles, change.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
-    The plan of an update or a defrag is for all streams, and for all parts of a hybrid cache.
-    `is_current` accepts the same plans as `apply`, and raises the same errors.
+    An update or a defrag concerns all streams, and all parts of a hybrid cache. `is_current`
+    accepts the same plans as `apply`, and raises the same errors.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

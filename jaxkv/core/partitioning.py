@@ -237,7 +237,7 @@ def gather_sharded(
     index: Int32[Array, " ..."],
     *rest: Int32[Array, " ..."] | slice,
 ) -> Shaped[Array, " ..."]:
-    """Return `x[index, *rest]` on all devices, where mesh axes split the first dimension of `x`."""
+    """Return `x[index, *rest]` on all devices; `axes` split the first dimension of `x`."""
     local, is_own = to_local_index(index, axes, x.shape[0])
     found = x[(local, *rest)]
     if not axes:

@@ -143,7 +143,7 @@ def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[In
 def check_bool(
     value: PyTree, name: str, *, or_integers: bool = True
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
-    """Return flags of a caller as bool; raise a TypeError for values that are not flags.
+    """Return an argument of flags as bools; raise a TypeError for values that are not flags.
 
     JAX arrays stay on their device. If `or_integers` is True, untraced 0 and 1 count as flags.
     """

@@ -151,7 +151,8 @@ def warm_up(
 
     The model has a program for each power of two up to `ubatch_size` tokens. Planning is compiled
     for prompts of up to `longest` tokens. A later `prefill` of one prompt of up to `longest` tokens
-    compiles nothing, if only its last token is an output. Other calls may compile small programs.
+    compiles nothing if only the last token of the prompt is an output. Other calls may compile
+    small programs.
 
     To compile a loop such as `decode`, call the loop once with a state without active sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.

@@ -1,4 +1,4 @@
-"""Types for arguments of generation loops of T sequences; type checkers and tests read them."""
+"""Types for the annotations of generation loops, in which T is the number of sequences."""
 
 from collections.abc import Sequence
 

@@ -128,7 +128,7 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first accepted token of k branches, -1 if none, and logits for a replacement.
+    """Return the first accepted token among k branches (-1 if none), and logits for a replacement.
 
     After each rejection, the model probabilities p become max(p - q, 0), normalised. The rejected
     token is removed from the draft probabilities q, since draft tokens are drawn without
