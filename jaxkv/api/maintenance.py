@@ -141,8 +141,9 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
     The flag `ok` is False if a cell of the earlier table was overwritten (by a ubatch, a copy
-    between streams or a defrag), or if an update rotated the key in such a cell. If `ok` is False,
-    the later cache is returned. After `rewind`, plans that were made for later tables are stale.
+    between streams or a defrag), or if an update rotated the key of a cell of the earlier table. If
+    `ok` is False, the later cache is returned. After `rewind`, plans that were made for later
+    tables are stale.
 
     Cells are compared by hashes of the steps and edits that led to them. A removed and rewritten
     cell counts as overwritten, even with the same token. Two equal steps from the same cache have
