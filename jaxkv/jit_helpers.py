@@ -62,7 +62,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
 
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a method of `CacheTable`; for a table of a subclass, its own method is called."""
+    """Compile a method of `CacheTable`; a table of a subclass runs the method of the subclass."""
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return getattr(table, method.__name__)(*args, **kwargs)

@@ -87,8 +87,8 @@ def make_cache(
         traced int32 layer number. Calls with a number out of range write nothing and return NaN.
       heads_per_row: n, the number of neighbouring heads that are stored as one head of size
         n * D, without effect on the results of functions. On a TPU, which writes heads of fewer
-        than 128 numbers slowly, the default is 128 / D. The default is 1 on other platforms, if
-        the heads cannot be stored so, or if there are several devices and no `mesh`.
+        than 128 numbers slowly, the default is 128 / D. The default is 1 on other platforms, for
+        heads that cannot be stored in this form, and for several devices without a `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.

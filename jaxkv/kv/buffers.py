@@ -50,8 +50,8 @@ class Buffers:
     """Keys and values of all cells, for each layer.
 
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
-      L + l is stream s of layer l. A key is rotated for the position of its cell minus the shift of
-      the cell. If a row has n heads, the sizes K and D become K / n and n * D.
+      L + l is stream s of layer l. The key of a cell at position p with shift s is rotated for
+      position p - s. If a row has n heads, the sizes K and D become K / n and n * D.
     v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. If a row has n
       heads, the sizes K and Dv become K / n and n * Dv.
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
@@ -87,7 +87,7 @@ class Buffers:
 
     @property
     def head_sizes(self) -> list[tuple[int, int, int | ValueSlice]]:
-        """K, D and Dv of each layer; if values are slices of keys, the slice in place of Dv."""
+        """K, D and Dv of each layer; if values are slices of keys, a `ValueSlice` instead of Dv."""
 
         def of_layer(k: Stored, v: Values) -> tuple[int, int, int | ValueSlice]:
             value = v if isinstance(v, ValueSlice) else v.shape[-1] // n
@@ -104,7 +104,7 @@ class Buffers:
         return jax.tree.map(lambda x: make_layer_view(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
-        """Replace keys and values of a layer by arrays in the form of `Buffers.layer`."""
+        """Replace keys and values of a layer by arrays in the form that `Buffers.layer` returns."""
         if self.stacked:
             k, v = map_arrays(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
@@ -120,7 +120,7 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return sizes of an array of `depth` layers, by field name of `ShardingRules`."""
+    """Return how many streams, key heads and cells an array of `depth` layers has, by name."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -143,7 +143,7 @@ def axes_of_queries(
     heads: int,
     depth: int = 1,
 ) -> tuple[str, ...]:
-    """Return the mesh axes that split the query heads; no axes without a mesh."""
+    """Return the mesh axes that split the query heads; `()` without a mesh."""
     # With MLA, each device stores the only key head, and `kv_heads` splits the query heads. Without
     # MLA, projection params of a single key head are replicated; a split would add communication.
     if sharding_rules is None or mesh is None:
@@ -164,7 +164,7 @@ def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Hal
 
 
 def stream_cell_axes(split: Halves) -> AxisPartition:
-    """Return the mesh axes that split streams and cells, which are equal for all arrays."""
+    """Return the mesh axes that split streams and cells; all arrays have the same axes."""
     return replace(jax.tree.leaves(split)[0], kv_heads=())
 
 
@@ -252,7 +252,7 @@ def scatter_local(
     slots: Int[Array, "*#n"],
     new: Shaped[Array, "*#n K D"],
 ) -> A:
-    """Write keys or values whose global stream and slot are in this device's shard `array`."""
+    """Write keys or values into a device's shard `array`; skip cells outside of the shard."""
     return scatter(array, *_to_local_slots(split, array, streams, slots), new)
 
 

@@ -150,7 +150,7 @@ def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the largest position of each sequence for which `asked` is True; -1 if it is empty."""
+    """Return the last position of each sequence with `asked` True; -1 for an empty sequence."""
     # The result of a sequence that is not in `asked` may be -1.
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
@@ -172,7 +172,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return last positions, `[S, W, WORD]`; EMPTY for words where `asked`, `[W]`, is False."""
+    """Return last positions, `[S, W, WORD]`; EMPTY for owner words with `asked` False."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -229,7 +229,7 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Make sequences `dst`, in the stream of `src`, owners of the cells of `src` in a range."""
+    """Share the cells of `src` at positions in a range with `dst`, sequences of the same stream."""
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
@@ -304,7 +304,7 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 
 
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether each sequence owns the same cells as the sequence `partner` of its stream."""
+    """Return whether each sequence q owns the same cells as sequence `partner[q]` of its stream."""
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
@@ -347,12 +347,12 @@ def hash_cells(
     cell_hash: UInt32[Array, "*#n"],
     owners: UInt32[Array, "*#n W"],
 ) -> UInt32[Array, "*#n"]:
-    """Return the number that each cell adds to `stream_hash`; the last axis of `owners` is W."""
+    """Return the number that each cell adds to `stream_hash`; `owners` has shape `[..., W]`."""
     return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return `old` with new `cell_hash` and `written`, and whether its keys are still stored."""
+    """Return `old` with updated hashes, and whether all keys of `old` are still in the buffers."""
     # The cells are unchanged if all used cells of `old` still contain the same keys and values.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]

@@ -56,7 +56,7 @@ def copy_between_streams(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[C, Buffers]:
-    """Replace each sequence in `dst`, except `src`, by a range of `src`, with its shifts."""
+    """Replace each sequence in `dst`, except `src`, by a copy of the tokens of `src` in a range."""
     # Copied tokens keep their cell indices, so contiguous cells are copied as slices.
     targets = jnp.atleast_1d(dst)
 
@@ -98,7 +98,7 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """If `does` is True, replace stream `dst` by a range of `source`, a table of one stream."""
+    """If `does` is True, replace stream `dst` by a range of the only stream of `source`."""
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -248,7 +248,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: Halves, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return three numbers of cells: in a shard, in a chunk, and to copy in the shard."""
+    """Return the sizes of a shard and of a chunk, and how many cells of the shard to copy."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

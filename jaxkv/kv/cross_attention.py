@@ -96,14 +96,14 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-        """Return whether a copy is possible; for the last position of each target, return -1."""
+        """Return whether a copy is possible, and -1 instead of the last position of each target."""
         ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
     def _parents_of_copy(
         self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the parents and targets of a copy, `[n]`; an unchanged target becomes Q."""
+        """Return the parents and targets of a copy, `[n]`; unchanged targets are replaced by Q."""
         targets = jnp.atleast_1d(dst)
         parent = jnp.where(
             jnp.maximum(start, 0) < resolve_range_end(stop), src, -1

@@ -128,7 +128,7 @@ def _plan_stream_moves(
 
 
 def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the sources and the destinations of moves of whole tiles, `[N]` bool each."""
+    """Return which cells move, and which cells receive them, if whole tiles move; `[N]` bool."""
     cells = is_used.reshape(-1, tile)
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)

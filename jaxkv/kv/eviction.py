@@ -55,7 +55,7 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Remove each owner of an evicted cell from all cells up to the position of that cell."""
+    """Evict cells; owners of an evicted cell also lose all their cells at lower positions."""
     # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
@@ -79,7 +79,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return whether the sequence with each local index owns a given cell, in any stream."""
+    """Return for each index in a stream whether any sequence with this index owns a given cell."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
@@ -152,7 +152,7 @@ def can_resume_after_copy(
 
 
 def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return which sequences can continue; `certain` tells whether a token was at `mark - 1`."""
+    """Return which sequences can continue if `evicted_below` is `mark`; see `accept_edit`."""
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 

@@ -137,7 +137,7 @@ def read_kv(
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
-    """Set the column of one layer in the field `written` to `mark`, `[S]` uint32."""
+    """Set the field `written` of one layer to the hashes `mark`, `[S]` uint32."""
     written = table.written
     if is_traced(layer):
         here = jnp.arange(written.shape[1]) == layer  # all False for a layer out of range
@@ -264,7 +264,7 @@ def _local_visibility(
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return `slots.committed_slots`, with no current row if the layer number is out of range."""
+    """Return `slots.committed_slots`; no row is current if the layer number is out of range."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = codes_and_scales(layer_kv[0])
     return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current

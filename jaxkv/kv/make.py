@@ -101,10 +101,11 @@ def default_heads_per_row(
     devices: int | None = None,
     platform: str | None = None,
 ) -> int:
-    """Return 128 / D for TPUs if all heads have size D, and devices can split rows like heads.
+    """Return the default number of heads in a row: 128 / D on a TPU if possible, otherwise 1.
 
-    The default number of devices is that of `sharding.shapes`. Without `shapes`, a process with
-    several devices may split the heads later in any way, so the result is 1.
+    128 / D is possible if all heads have size D, and devices can split rows wherever they can split
+    heads. The default number of devices is that of `sharding.shapes`. Without `shapes`, a process
+    with several devices may split the heads later in any way, so the result is 1.
 
     >>> default_heads_per_row([8], [64], [64], jnp.dtype("bfloat16"), devices=1, platform="tpu")
     2

@@ -82,9 +82,9 @@ def map_rows(
 ) -> W:
     """Call a function with the streams of each device and the rows of a ubatch in these streams.
 
-    The third argument of the function has the mesh axes that split rows. If there are none, each
-    device gets all rows, but rows of other devices' streams are padding. The fourth argument
-    then has the mesh axes that split streams; otherwise it is empty.
+    The third argument of the function has the mesh axes that split rows. If no axis splits rows,
+    each device gets all rows, but rows of other devices' streams are padding. The fourth argument
+    has the mesh axes that split streams; if an axis splits rows, the fourth argument is empty.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

@@ -80,7 +80,7 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[C, Bool[Array, ""]]:
-    """Add `delta` to the positions of a sequence in a range, also for other owners of its cells.
+    """Add `delta` to positions of a sequence in a range; other owners of these cells move too.
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
     not continue (see `eviction.accept_edit`), the table is unchanged and the flag is False. If
@@ -163,7 +163,7 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted positions below `stop`, and which of them move; both are `[Q]`."""
+    """Return each sequence's highest evicted position below `stop`, and whether it moves."""
     # An evicted cell may have been shared, so its position moves for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
@@ -235,7 +235,7 @@ def _rotate_keys(
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Rotate each key from position `start` by `by` positions unless `by` is 0; both `[S, N]`."""
+    """Rotate the key of each cell from position `start` to `start + by`; arrays are `[S, N]`."""
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # each device rotates its own cells

@@ -103,7 +103,7 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
 
 
 def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
-    """Return which sequences fit if `room` cells are assigned in order of increasing demand."""
+    """Return which sequences fit into `room` cells of each stream, smallest demand first."""
 
     def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
         order = jnp.argsort(demand, stable=True)
@@ -209,7 +209,7 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for `total` tokens; `turn` is the number of each token, from 1.
+    """Choose slots in a stream for `total` tokens, which `turn` numbers from 1.
 
     A token that gets no cell has a slot past the last cell. With contiguous placement, the returned
     flag tells whether `total` cells are open, in runs of any length; otherwise it is False.
@@ -347,6 +347,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return for each row whether a layer has all tokens of its stream, or the row has no slots."""
+    """Return which rows have no slots, or are in a stream of which a layer has all tokens."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

@@ -161,7 +161,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether a copy is possible, and the last position of each target after it."""
+        """Return whether a copy is possible, and the last positions of targets after the copy."""
         ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
             ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok

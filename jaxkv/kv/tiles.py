@@ -1,7 +1,7 @@
 """Tiles: runs of cells, each reserved for one sequence while other tiles have empty cells.
 
-In this module, M is the number of tiles of a stream, and U its number of sequences. Attention
-loops read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`.
+In this module, a stream has M tiles and U sequences. Attention loops read larger tiles, see
+`TILE` in `jaxkv.ops.attention.active_tiles`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class StreamCells(NamedTuple):
 def choose_for_list(
     pool: StreamCells, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
-    """Choose a slot for each token, in order of U sequence ids; N for a token that gets no cell.
+    """Choose a slot for each token, lowest sequence id first; N for a token without a cell.
 
     Cells are taken in this order, lowest cell first: empty cells in tiles that only the token's
     sequence uses; cells of empty tiles; other empty cells; evictable cells, lowest position first.
@@ -165,7 +165,7 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the group that contains item `n`, or M if none does, and the item's index in it."""
+    """Return the group of item `n` (M if there is none), and the index of the item in the group."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
     return group, n - _get_or_zero(ends - counts, group)

@@ -21,7 +21,7 @@ LANES = 128
 
 
 def join_heads(x: A, heads_per_row: int) -> A:
-    """Return heads `[..., K, D]` as rows, `[..., K / heads_per_row, heads_per_row * D]`.
+    """Join heads `[..., K, D]` to rows `[..., K / heads_per_row, heads_per_row * D]`.
 
     >>> join_heads(jnp.arange(8).reshape(4, 2), 2).tolist()
     [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -31,13 +31,13 @@ def join_heads(x: A, heads_per_row: int) -> A:
 
 
 def split_rows(x: A, heads_per_row: int) -> A:
-    """Return rows as heads `[..., K, D]`; the inverse of `join_heads`."""
+    """Split rows into heads `[..., K, D]`; the inverse of `join_heads`."""
     *rest, rows, size = x.shape
     return x.reshape(*rest, rows * heads_per_row, size // heads_per_row)
 
 
 def split_rows_of_cells(x: Float[Array, "P _ N _"], heads_per_row: int) -> Float[Array, "P K N D"]:
-    """Return the rows of an array `[P, K / n, N, n * D]` as heads, for n heads per row."""
+    """Split each row of an array `[P, K / n, N, n * D]` into n heads."""
     return split_rows(x.swapaxes(1, 2), heads_per_row).swapaxes(1, 2) if heads_per_row > 1 else x
 
 

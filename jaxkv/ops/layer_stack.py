@@ -48,7 +48,7 @@ class LayerView:
         return (self.layer >= 0) & (self.layer < self.layers)
 
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return the indices in `all` of the layer's streams; past the end for an unknown layer.
+        """Return where streams of the layer are in `all`; past the end if no such layer exists.
 
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
@@ -90,7 +90,7 @@ def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree
 def flatten_layers(
     stored: PyTree, streams: Int32[Array, "*n"]
 ) -> tuple[PyTree, Int32[Array, "*n"], int]:
-    """Replace views by arrays `[S * L, ...]`; also return `streams` as indices of axis 0, and L."""
+    """Replace each view by its array `all`, and `streams` by indices of `all`; also return L."""
     for x in filter(is_layer_view, jax.tree.leaves(stored, is_leaf=is_layer_view)):
         numbers = jnp.minimum(x.stream_indices(streams), x.all.shape[0] - 1)
         return map_arrays(lambda x: x.all, stored), numbers, x.layers

@@ -96,10 +96,11 @@ def dequantised_dtype(x: Stored) -> jnp.dtype:
 
 
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
-    """Return numbers of dtype `dequantised_dtype(like)` in the format of stored keys or values.
+    """Return numbers in the format of `like`: quantised if `like` is, otherwise unchanged.
 
     Codes are rounded to the nearest, ties to even, and have no derivative. A head with a non-finite
-    number decodes to all NaN. Numbers and `like` may have different shapes.
+    number decodes to all NaN. The numbers have the dtype `dequantised_dtype(like)`, and may
+    have another shape than `like`.
     """
     if not isinstance(like, Quantised):
         return numbers

@@ -54,7 +54,7 @@ def rotate_keys(
 
 
 def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
-    """Round keys at position 0 to the grid; `unit` is the unit of the last place of each pair."""
+    """Round keys at position 0 to the grid; `unit` is the rounding unit of each pair."""
     tiny = jnp.finfo(jnp.float32).tiny  # a width below it is flushed to 0
     size, width = 2 * len(rope.frequencies), jax.lax.stop_gradient(jnp.maximum(WIDTH * unit, tiny))
     pairs = _round(plain / width) * width

@@ -1,4 +1,4 @@
-"""Checks of a batch before slots are chosen. A member is a pair of a token and its sequence.
+"""Checks of a batch before slots are chosen. A member is a token and one of its sequences.
 
 M, the number of members, is B, or B * n if tokens have up to n sequences. The argument `ids`
 is the sequence id of each member, Q for padding; `ranks` is from `layout.rank_in_sequence`.
@@ -246,7 +246,10 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest id that shares tokens with each sequence, and the cells this id needs."""
+    """Return the lowest id that shares tokens with each sequence, and the cells of each id.
+
+    The cell of a shared token counts for the lowest of its ids only.
+    """
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
     count = fits.shape[0]

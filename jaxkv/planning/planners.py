@@ -66,9 +66,9 @@ def init_batch(
         additional cells.
       encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads.
         The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch
-        becomes one ubatch of any length. The ubatch has a row for each sequence, or the rows of a
-        traced batch, and positions from 0. After `apply`, write the keys and values of each
-        cross-attention layer with `write_kv`, or call `encode` instead of `init_batch`.
+        becomes one ubatch of any length. The ubatch has a row for each sequence; the rows of a
+        traced batch are unchanged. Positions start at 0. After `apply`, write the keys and values
+        of each cross-attention layer with `write_kv`, or call `encode` instead of `init_batch`.
 
     Returns:
       A `Plan`. If the plan is refused, `plan.ok` is False, and `plan.check()` raises.
@@ -299,7 +299,7 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `layout.rank_in_sequence` for rows of tokens, each of another sequence."""
+    """Return `layout.rank_in_sequence` for rows that belong to different sequences."""
     # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid

@@ -97,7 +97,7 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows are not stale: they have no slot, or an unedited stream since `apply`."""
+    """Return which rows have no slot, or are in a stream without edits since `apply`."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
@@ -106,8 +106,9 @@ def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
 def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
     """Return for each row whether a layer can read the state before the row's first token.
 
-    The result is False if the stream of the row was edited after `apply`, or if the layer has not
-    written the state or has overwritten its cell. For empty sequences, the layer reads zeros.
+    The result is False if the stream of the row was edited after `apply`, if the layer has not
+    written the state, or if the layer has overwritten the state. For empty sequences,
+    the layer reads zeros.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)

@@ -38,7 +38,7 @@ class States:
     content: Sum of the hashes of all tokens in the state of each cell, at unshifted positions.
     holds: For each layer and cell, the `cell_hash` of the state that the layer has written there.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
-    shard_dims: Name, dimension and number of parts of each state that a mesh may split. Static.
+    shard_dims: (name, dimension, number of equal parts) of states that a mesh may split. Static.
     """
 
     position: Int32[Array, "Q E+1"]
@@ -291,7 +291,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return `old` with the hashes of `states`, and whether its used cells are unchanged."""
+    """Return `old` with the hashes of `states`, and whether used cells of `old` are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))

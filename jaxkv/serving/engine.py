@@ -47,8 +47,8 @@ class Engine:
     between steps.
 
     If the model function raises during tracing, the engine is unchanged. If an error or interrupt
-    occurs later, the cache is lost, and methods that need the cache raise a RuntimeError. Then
-    `results` still returns finished results; `tokens_of` returns tokens of unfinished requests.
+    occurs later, the cache is lost, and methods that need the cache raise a RuntimeError. Without
+    a cache, `results` still returns finished results, and `tokens_of` the tokens of other requests.
 
     Args:
       forward: See `prefill`.
@@ -261,7 +261,7 @@ class Engine:
         Raises:
           ValueError: If `num_samples` is below 1, or `submit` would raise; nothing is submitted.
           TypeError: If `num_samples` is not an integer, or `submit` would raise.
-          Exception: If `on_output` raises. No request is cancelled; `results` returns all outputs.
+          Exception: If `on_output` raises. No request is cancelled; `results` yields all outputs.
 
         Examples:
           >>> def forward(params, cache, ubatch):

@@ -58,7 +58,7 @@ class PromptPart(NamedTuple):
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return chunk shapes of up to `size` tokens; several rows need `spec.single_sequence_rows`.
+    """Return chunk shapes of up to `size` tokens: one row, or more if `spec.single_sequence_rows`.
 
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3

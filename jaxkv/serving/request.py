@@ -285,7 +285,7 @@ def make_batch_sampler(
 ) -> FilterSampler:
     """Return the sampler of T sequences; `requests` has None for a sequence without a request.
 
-    To limit compiled programs, the sampler uses no filter, temperature and min_p, or all filters.
+    To limit compiled programs, there are three sets of filters: none, temperature with min_p, all.
 
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)

@@ -138,7 +138,7 @@ def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
 def query_bounds_in_blocks(
     visibility: Visibility, blocks: int, queries: int
 ) -> Int32[Array, "Pb X 4"]:
-    """Return `QueryBounds` of the queries of each block as an array; its last axis is the field."""
+    """Return an array with the four fields of `QueryBounds` for each query of each block."""
     looks = jnp.stack(query_bounds_of(visibility), axis=-1)
     return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
 

@@ -36,7 +36,7 @@ Bias = Function | jax.Array | np.ndarray
 class PositionBias:
     """Bias function of positions, and the query heads for which it is called.
 
-    function: The bias function, to which `attach_node_types` has attached types of nodes.
+    function: The bias function as a pytree, with the types of the tree nodes.
     heads: Indices of the query heads; on a mesh, of the query heads of the device.
     """
 
@@ -60,10 +60,10 @@ BiasOfLists = jax.Array | PositionBias
 def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     """Check the bias of a caller; return an array `[R, T, H or 1, N]`, a `PositionBias` or None.
 
-    The shape is (R, T, H, N). Raises a TypeError if the bias is neither a function nor an array of
-    floats, if the function returns anything else than one array of floats, or if the function
-    closes over traced arrays that are not among its leaves. Raises a ValueError if the bias does
-    not broadcast to the shape.
+    The argument `shape` is (R, T, H, N). Raises a TypeError if the bias is neither a function nor
+    an array of floats, if the function returns anything else than one array of floats, or if the
+    function closes over traced arrays that are not among its leaves. Raises a ValueError if the
+    bias does not broadcast to the shape.
     """
     if bias is None:
         return None

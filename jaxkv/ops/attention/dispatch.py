@@ -150,7 +150,7 @@ def best_for_cuda(
 
 
 def _is_hopper() -> bool:
-    """Return whether the abstract device matches `HOPPER`; without one, whether all GPUs match."""
+    """Return whether the abstract device, or each local GPU if none is set, matches `HOPPER`."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     try:
         devices = jax.local_devices(backend="cuda") if target is None else [target]

@@ -190,7 +190,7 @@ def _kernel(
     tiles: int,
     in_lanes: tuple[bool, bool],
 ) -> None:
-    """Add a tile to the partial softmax of a block, which stays in fast memory for all its tiles.
+    """Add a tile to the partial softmax of a block; the sums stay in fast memory for all tiles.
 
     Shapes: `[1, 1, C]` for `position`, `[1, W, C]` for `owners`, `[1, X, 4]` for `query_bounds`.
     For h heads at once: `[1, h, X, D]` for `q`, `[1, h, 1, C]` for scales, `[1, h, X, ...]` for

@@ -109,7 +109,7 @@ def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
 
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Set the partial softmax of queries that are False in `sees`, `[P, K or 1, X]`, to empty."""
+    """Empty the partial softmax of queries that are False in `sees`, `[P, K or 1, X]`."""
     return OnlineSoftmax(
         jnp.where(sees, sums.max_logit, LOWEST),
         jnp.where(sees, sums.denom, 0.0),
@@ -178,7 +178,7 @@ def group_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P 
 
 
 def ungroup_queries(out: Float[Array, "P K X Dv"], tokens: int) -> Float[Array, "P T H Dv"]:
-    """Undo `group_queries`, for T `tokens`."""
+    """Undo `group_queries`; the argument `tokens` is T."""
     lists, kv_heads, _, size = out.shape
     out = out.reshape(lists, kv_heads, -1, tokens, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(lists, tokens, -1, size)

@@ -59,7 +59,7 @@ def attend_by_mask(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Attend from each list to the keys and finite values of its stream, both `[P, K, N, ...]`."""
+    """Attend from list p of tokens to the keys and values at index p; values are finite."""
     q = group_queries(options.scale_queries(q), k.shape[1])
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))

@@ -223,7 +223,7 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
-    """Return whether `_terms_for` gives bfloat16 terms, for an array with a dtype and `rows`."""
+    """Return whether `_terms_for` uses bfloat16 for an array of this dtype with `rows` rows."""
     dtypes = jnp.float32, jnp.bfloat16
     return SPLITS and cells.dtype == jnp.bfloat16 and dtype in dtypes and rows <= THIN
 

@@ -56,7 +56,7 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Attend from each block of tokens to its active tiles, and add each tile with `added`."""
+    """Attend from each block of tokens to its active tiles; the function `added` adds a tile."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(

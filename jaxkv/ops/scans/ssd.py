@@ -106,7 +106,7 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the states after `counts` tokens; `state` is the state for the first count."""
+    """Return the state after each number of tokens in `counts`; `state` is the first of these."""
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, advances = turn

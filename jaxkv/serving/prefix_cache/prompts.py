@@ -51,7 +51,7 @@ class CachedPrompt:
 
 
 class PrefixMatch(NamedTuple):
-    """The stored prompt with the longest resumable prefix, or None, and its `PrefixHit`."""
+    """Stored prompt with the longest resumable prefix, or None, and the `PrefixHit` of a search."""
 
     prompt: CachedPrompt | None
     hit: PrefixHit
