@@ -193,7 +193,7 @@ def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules)
 
 
 def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
-    """Return a message with a better placement if a short sequence does not use all devices."""
+    """Return a message with a better placement if a short sequence would use only some devices."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     # Sources have no other placement, and a single cell is not split.
     is_fixed = part.table.spec.is_cross_attention or not isinstance(part.table, Cells)

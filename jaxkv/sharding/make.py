@@ -74,7 +74,7 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
 def make_sharded(
     make: Callable[[], Cache], mesh: Mesh, sharding_rules: ShardingRules | None = None
 ) -> Cache:
-    """Make a cache on a mesh; each device allocates only its own share.
+    """Make a cache on a mesh; each device allocates only its own shards.
 
     Plan batches, and read or write buffers, under `jax.set_mesh(mesh)`; edits do not need it.
     """
