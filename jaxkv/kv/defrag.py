@@ -63,7 +63,7 @@ class DefragPlan(MaintenancePlan):
 
 
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
-    """Plan all moves that close gaps, or the first `max_moves` runs of each stream.
+    """Plan all moves that close gaps, or the first `max_moves` moves in each stream.
 
     The rank of a cell is its place in `fill_order`. If a stream has U used cells, used cells with a
     rank of U or more move to empty cells with a rank below U. In tiled placement, whole tiles move,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
-    """Return which used cells are outside the window of the next token of each of their owners."""
+    """Return which used cells are evictable: outside the window of each owner's next token."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
     if cells.sequences_per_stream == 1:

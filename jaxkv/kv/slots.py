@@ -192,7 +192,7 @@ def _choose_in_order(
 
 
 def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
-    """Return the slot of the only token of each stream, `[S]`; N if `open_cells` is all False."""
+    """Return the slot of the only token of each stream, `[S]`; N if no cell is open."""
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
     if cells.window is not None and cells.placement != "contiguous":
@@ -212,7 +212,7 @@ def choose_in_stream(
     """Choose slots in a stream for `total` tokens, which `turn` numbers from 1.
 
     A token that gets no cell has a slot past the last cell. With contiguous placement, the returned
-    flag tells whether `total` cells are open, in runs of any length; otherwise it is False.
+    flag tells whether `total` cells are open, in runs of any length; other placements return False.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)

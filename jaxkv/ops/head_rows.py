@@ -55,7 +55,7 @@ def pad_queries(
 def take_own_heads(
     out: Float[Array, "P T H _"], rows: int, heads_per_row: int
 ) -> Float[Array, "P T H Dv"]:
-    """Return for each query the value of its own head, from a weighted sum of rows."""
+    """Cut the value of each query's own head out of a weighted sum of rows."""
     if heads_per_row == 1:
         return out
     is_own = _is_own_head(out.shape[2], rows, heads_per_row)

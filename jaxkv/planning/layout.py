@@ -287,7 +287,7 @@ def equal_split(
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
     A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Each row
-    takes as many tokens as the shortest of these sequences has left, at most `ubatch_size` // R.
+    takes as many tokens as the ubatch's shortest sequence has left, at most `ubatch_size` // R.
     The argument `after` is the result of `preceding_tokens`. With `after`, a ubatch omits sequences
     whose next token follows a token of a later ubatch. llama.cpp: `split_equal`.
 

@@ -137,7 +137,7 @@ class StateTable(States, CacheTable):
         return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 
     def num_cells_saved_by_sharing(self) -> Int32[Array, " S"]:
-        """Return zeros, because E + 1 cells are kept for each sequence even if it shares cells."""
+        """Return zeros: E + 1 cells are kept for each sequence, even if sequences share cells."""
         return jnp.zeros(self.streams, jnp.int32)
 
     def can_allocate(

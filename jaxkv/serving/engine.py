@@ -47,8 +47,8 @@ class Engine:
     between steps.
 
     If the model function raises during tracing, the engine is unchanged. If an error or interrupt
-    occurs later, the cache is lost, and methods that need the cache raise a RuntimeError. Without
-    a cache, `results` still returns finished results, and `tokens_of` the tokens of other requests.
+    occurs later, the cache is lost, and methods that need the cache raise a RuntimeError. Even with
+    a lost cache, `results` returns finished results, and `tokens_of` the tokens of other requests.
 
     Args:
       forward: See `prefill`.

@@ -94,7 +94,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut a chunk from prompts, in order; also return how many tokens of each prompt it has."""
+    """Cut a chunk from prompts, in order; also return the number of tokens from each prompt."""
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:

@@ -36,7 +36,7 @@ class ActiveTiles(NamedTuple):
       there is a bias, `mask` is a `Visibility` with a list of tokens for each block.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
-    tiles: Each pair as block * (tiles of a stream) + tile. Active pairs come first, by block.
+    tiles: Pairs, as numbers block * (tiles of a stream) + tile. Active pairs come first, by block.
     starts: Index in `tiles` of each block's first active tile, then the number of active tiles.
     """
 

@@ -80,7 +80,7 @@ class Visibility:
         )
 
     def gather_list_streams(self, x: PyTree) -> PyTree:
-        """Return `[P, ...]`, the stream of each list, from arrays `[S, ...]`."""
+        """Return the entries of each list's stream, `[P, ...]`, in arrays `[S, ...]`."""
         return gather_streams(x, None if self.all_streams else self.streams)
 
 
