@@ -103,9 +103,10 @@ def default_heads_per_row(
 ) -> int:
     """Return the default number of heads in a row: 128 / D on a TPU if possible, otherwise 1.
 
-    128 / D is possible if all heads have size D, and devices can split rows wherever they can split
-    heads. The default number of devices is that of `sharding.shapes`. Without `shapes`, a process
-    with several devices may split the heads later in any way, so the result is 1.
+    128 / D is possible if all heads have size D, a number has more than 8 bits, and devices can
+    split rows wherever they can split heads. The default number of devices is that of
+    `sharding.shapes`. Without `shapes`, a process with several devices may split the heads later in
+    any way, so the result is 1.
 
     >>> default_heads_per_row([8], [64], [64], jnp.dtype("bfloat16"), devices=1, platform="tpu")
     2

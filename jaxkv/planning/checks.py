@@ -248,7 +248,7 @@ def num_required_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lowest id that shares tokens with each sequence, and the cells of each id.
 
-    The cell of a shared token counts for the lowest of its ids only.
+    The cells of all sequences with the same lowest id count for this id.
     """
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
