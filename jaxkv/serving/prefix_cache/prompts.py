@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class MissReason(IntEnum):
     """Why a longer prefix of a prompt was not forked, or a prompt was not stored.
 
-    NONE: No miss. The longest prefix in common with a stored prompt was forked, or the new prompt
-      was stored.
+    NONE: No miss: the longest common prefix was forked, or the new prompt was stored.
     UNKNOWN: No stored prompt starts with the first token of the prompt.
     EVICTED: A stored prompt with a longer common prefix was evicted.
     CONTEXT_EVICTED: Cells that the next token attends to were evicted by a window or removed.
