@@ -189,7 +189,7 @@ def beam(
       ValueError: If `length_penalty` is not one number, or is concrete and not finite.
       ValueError: If the number of ids is not W, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
-      ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
+      ValueError: If `num_beams` or `num_tokens` is below 1, or Q is below `num_beams`.
       ValueError: If the first beam sequence is empty or the cache was donated, unless arguments are
         traced.
       ValueError: If the model function returns wrong results, see `generation.model_step`.

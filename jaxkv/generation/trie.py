@@ -74,7 +74,7 @@ def trie_of_texts(
 def trie_of_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], texts: Sequence[Int[np.ndarray, " _"]]
 ) -> list[TrieLevel]:
-    """Return one or more `TrieLevel`s of all prompts, then one `TrieLevel` of all texts.
+    """Return the levels of a trie: one or more with the prompts, and a last one with the texts.
 
     >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]

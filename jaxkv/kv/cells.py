@@ -51,8 +51,8 @@ class Cells:
       and moves of a cell preserve this hash.
     history: Two hashes of all writes to each stream: before and after the last ubatch. After a copy
       or the load of a snapshot, the two hashes are equal.
-    written: Hash of the writes to each layer of a stream; differs from `history[:, 1]` if the layer
-      has not written all applied ubatches.
+    written: For each stream and layer, a hash of the ubatches that the layer wrote; equals
+      `history[:, 1]` if the layer wrote all applied ubatches.
     placement: Order in which empty cells are taken, static.
     shards: The n of placement "striped:n", static; 1 for other placements.
     window: Range of positions that a token attends to, static.

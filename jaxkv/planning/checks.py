@@ -35,7 +35,7 @@ class PlanBuilder:
     batch: Flat batch with all positions and outputs.
     reason: Reason of each sequence before slots are chosen.
     late: Reason of each sequence, including reasons found while slots are chosen.
-    expected, actual: Position or number of cells of each sequence, see `Plan`.
+    expected, actual: For each sequence, either positions or numbers of cells, see `Plan`.
     demand, available: Number of cells that each sequence requires, and number available to it.
     together: Whether each sequence is sure to fit once refused sequences are out of the batch.
     """

@@ -106,7 +106,7 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the state after each number of tokens in `counts`; `state` is the first of these."""
+    """Return the states after `counts[:, i]` tokens; `state` is the state after `counts[:, 0]`."""
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, advances = turn

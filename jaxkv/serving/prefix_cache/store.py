@@ -156,8 +156,8 @@ class PrefixStore:
 
         Args:
           cache: The cache of the store.
-          tokens: `[n]`. Tokens of the sequence from position 0 on, not moved by
-            `generation.context_shift`.
+          tokens: `[n]`. Tokens of the sequence from position 0 on. None of the tokens may have been
+            moved by `generation.context_shift`.
           seq: Id of a sequence that is not in the store.
           donate: See `fork`.
 
