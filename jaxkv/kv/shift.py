@@ -194,7 +194,7 @@ def _move_eviction_marks(
 
 
 def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
-    """Set the positions of the cells in `moves`, update `shift`, and free cells below position 0."""
+    """Set the positions of cells in `moves`, update `shift`, and free cells below position 0."""
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),
