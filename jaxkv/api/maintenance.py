@@ -58,8 +58,8 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
       the number of cells to move. For attention, the plan has the fields `source`, `destination`
-      and `length`, `[S, n]` int32, with an entry for each run of cells to move: the first cell, the
-      cell to which the first cell moves, and the number of cells. Unused entries have length 0.
+      and `length`, `[S, n]` int32. Each run of cells to move has an entry: its first cell, the cell
+      to which this cell moves, and the number of cells. Unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.

@@ -24,7 +24,7 @@ from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import WORD, empty_fields, is_layer_incomplete, sequence_bits, with_owners
 from jaxkv.kv.cross_attention import as_source_table
-from jaxkv.kv.make import default_heads_per_row, make_attention_cache
+from jaxkv.kv.make import make_attention_cache
 from jaxkv.kv.slots import usable_cells
 from jaxkv.kv.table import CellTable
 from jaxkv.ops.head_rows import join_heads, split_rows
@@ -93,26 +93,17 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         def saved_shape(name: str) -> tuple[np.dtype, tuple[int, ...]]:
             return entries.get(name) or entries[f"{name}.codes"]
 
-        _check_cache_sizes(sizes, static, ropes, description["latent"], saved_shape)
+        n = _check_cache_sizes(sizes, static, ropes, description["latent"], saved_shape)
         table = CellTable(**empty_fields(layers=len(ropes), **sizes), **static)
-
-        def saved_head(name: str, part: list[int] | None) -> int | ValueSlice:
-            return ValueSlice(*part) if part else saved_shape(name)[1][2]
-
-        latent = list(enumerate(description["latent"]))
-        heads = [saved_shape(f"k.{i}")[1][1] for i, _ in latent]
-        keys = [saved_shape(f"k.{i}")[1][2] for i, _ in latent]
-        values = [saved_head(f"v.{i}", part) for i, part in latent]
-        n = default_heads_per_row(heads, keys, values, saved_shape("k.0")[0])
 
         def zeros_as_saved(name: str) -> Stored:
             dtype, (_, heads, size) = saved_shape(name)
             return make_stored_zeros((table.streams, heads // n, table.num_cells, size * n), dtype)
 
-        k = tuple(zeros_as_saved(f"k.{i}") for i, _ in latent)
+        k = tuple(zeros_as_saved(f"k.{i}") for i in range(len(ropes)))
         v = tuple(
-            value if isinstance(value, ValueSlice) else zeros_as_saved(f"v.{i}")
-            for i, value in enumerate(values)
+            ValueSlice(*part) if part else zeros_as_saved(f"v.{i}")
+            for i, part in enumerate(description["latent"])
         )
         return table, Buffers(k=k, v=v, ropes=ropes, heads_per_row=n)
 
@@ -282,8 +273,8 @@ def _check_cache_sizes(
     ropes: tuple[Rope | NotGiven | None, ...],
     latent: list[list[int] | None],
     form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
-) -> None:
-    """Raise the same exceptions as `make_cache` for invalid sizes and static fields."""
+) -> int:
+    """Raise as `make_cache` for invalid sizes and static fields; return its `heads_per_row`."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
@@ -305,10 +296,10 @@ def _check_cache_sizes(
         max_rollback=sizes["cells"],
         placement=placement,
         stacked=False,
-        heads_per_row=1,
-        devices=1,
+        heads_per_row=None,
+        devices=None,
     )
-    jax.eval_shape(make)
+    return jax.eval_shape(make).buffers.heads_per_row
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
