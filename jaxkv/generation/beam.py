@@ -68,14 +68,13 @@ def is_filled(texts: BeamTexts) -> Bool[Array, " W"]:
 
 
 def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
-    """Return normalised scores: scores divided by a power of the length, float32."""
     return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
 
 
 def select_best_texts(
     first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
 ) -> BeamTexts:
-    """Return the W best of 2 * W hypotheses by normalised score; ties keep their order."""
+    """Return the W best of 2 * W hypotheses by normalised score; equal scores keep their order."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
@@ -154,11 +153,11 @@ def beam(
     `score / length ** length_penalty`. Each step extends each beam by each token of the vocabulary,
     except tokens with a logit of -inf:
 
-    - Of the extensions that do not end with a stop token, the W best by score are the next beams.
-    - Of the W best extensions by score, those that end with a stop token are finished hypotheses.
+    - The W best extensions without a stop token are the next beams.
+    - Extensions with a stop token are finished if they are among the W best of all extensions.
 
-    The result has the W best hypotheses by normalised score, among all finished hypotheses and the
-    beams of the last step. Equal scores are ordered by beam, then by token. The search ends after n
+    Finished hypotheses and the beams of the last step are then ordered by normalised score, and the
+    result has the best W. Equal scores are ordered by beam, then by token. The search ends after n
     tokens, or when no further token of a beam can change the result. A refused plan (for example,
     no cell is free) or a logit of NaN or +inf also ends the search, with a `reason`.
 
@@ -178,11 +177,10 @@ def beam(
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. An unfinished hypothesis is cached except for its last token. Of a finished
-      hypothesis, the longest prefix that is also a prefix of a beam of the last step is cached. To
-      continue hypothesis i, compute its tokens from index `num_cached[i]` on. If beam sequence i
-      cannot be shortened to the prefix (no state is stored, or cells are evicted), the sequence is
-      empty, and `num_cached[i]` is -1.
+      hypothesis i. An unfinished hypothesis is cached except for its last token. A finished
+      hypothesis is cached as far as a beam of the last step has the same tokens. To continue
+      hypothesis i, compute its tokens from index `num_cached[i]` on. If beam sequence i cannot be
+      shortened (no state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.
@@ -190,8 +188,7 @@ def beam(
       ValueError: If the number of ids is not W, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or Q is below `num_beams`.
-      ValueError: If the first beam sequence is empty or the cache was donated, unless arguments are
-        traced.
+      ValueError: Outside of `jit`, if the first beam sequence is empty or the cache was donated.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
       TypeError: If a count, a sequence id or a stop token is not an integer.
 
@@ -246,7 +243,6 @@ def beam(
 
 
 def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
-    """Return checked logits as `[1, V]`."""
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
         raise ValueError(
@@ -262,7 +258,6 @@ def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> 
 def _check_sequences(
     spec: TableSpec, sequences: Ids | None, num_beams: int
 ) -> Int32[Array | np.ndarray, " {num_beams}"]:
-    """Return the checked sequence ids of the beams."""
     if num_beams > spec.sequences:
         raise ValueError(
             f"expected num_beams of at most {spec.sequences}, a sequence for each beam, "
@@ -308,7 +303,7 @@ def _run_search(
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
-    """Run a beam search in a traced program; return the fields of `BeamResult`."""
+    """Return the cache, then a tuple of the other fields of `BeamResult`."""
     sequences = jnp.asarray(sequences)
     begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
@@ -343,7 +338,7 @@ def _trim_sequences(
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:
-    """Shorten each beam sequence to the longest cached prefix of its hypothesis."""
+    """Fork the longest cached prefix of each hypothesis, from any beam, into its sequence."""
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]

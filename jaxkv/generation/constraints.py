@@ -25,8 +25,8 @@ class Constraint:
     The method `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies
     its constraint only to requests that have a `constraint_state`. The functions `allowed` and
     `advance` can call a grammar library with `jax.pure_callback`. Pass the same two functions every
-    time, since compiled programs are cached for them. To use several grammars in an engine,
-    concatenate their transition tables, and start each request in the first state of its grammar.
+    time: other functions are compiled again. To use several grammars in an engine, concatenate
+    their transition tables, and start each request in the first state of its grammar.
 
     first: State before the first generated token, a pytree of arrays; it does not depend on the
       prompt. All states have the shapes of `first`.
@@ -118,7 +118,7 @@ class ConstrainedSampler(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Update the wrapped sampler; advance the constraint where a token was sampled."""
+        """Update the wrapped sampler, and the constraint of each sequence with a sampled token."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = select_per_text(tokens >= 0, advanced, rule)
@@ -165,7 +165,7 @@ def check_constraint(constraint: object) -> Constraint:
 
 
 def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
-    """Return the checked `constraint_state` of a request (None: no constraint) as NumPy arrays."""
+    """Return the checked `constraint_state` of a request as NumPy arrays; None for None."""
     if state is None:
         return None
     if constraint is None:
@@ -211,10 +211,9 @@ def make_constrained_sampler(
 
 
 def _to_jax_dtype(x: ArrayLike) -> Array | np.ndarray:
-    """Cast an array to a dtype that JAX supports; return a NumPy array unless traced."""
+    """Cast to a dtype that JAX supports; return a concrete array as a NumPy array."""
     return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
 
 
 def _describe_shapes(tree: PyTree) -> PyTree:
-    """Return the dtype and shape of each array of a pytree as strings."""
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)

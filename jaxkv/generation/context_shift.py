@@ -94,7 +94,7 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    While at least `width` tokens are ungrouped, the first `width` of these tokens are divided into
+    While at least `width` tokens are ungrouped, the first `width` ungrouped tokens are divided into
     groups. Each group moves to one position, and later tokens get lower positions. Distances to far
     tokens are then approximate; distances to near tokens are exact. Keys are rotated, not
     recomputed. No cell becomes free.
@@ -157,7 +157,6 @@ def self_extend(
 def _check_token_count(
     value: Id, name: str, low: int = -END
 ) -> Int32[Array | np.ndarray | np.int32, ""]:
-    """Return a checked scalar integer as int32."""
     if np.ndim(value):
         raise ValueError(
             f"expected one integer for {name}, got the shape {np.shape(value)}; pass a scalar"
@@ -166,7 +165,6 @@ def _check_token_count(
 
 
 def _check_attention_only(spec: TableSpec, why: str) -> None:
-    """Raise a ValueError if a cache has recurrent states."""
     kinds = [part.kind for part in spec.parts or (spec,)]
     if spec.max_rollback is not None:
         description = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
@@ -187,7 +185,7 @@ def _context_shift_table(
     ok &= _has_unshared_cells(table, seq, moves)
     cut, removed = table.seq_rm(seq, num_keep, moves)
     closed, moved = cut.seq_add(seq, moves, jnp.int32(END), -num_discard, num_keep)
-    ok &= removed & moved  # False if evicted first tokens would be in the window again
+    ok &= removed & moved  # False if evicted tokens would be in the window again
     return *_select_table_and_plan(ok, closed, table), ok
 
 
@@ -199,7 +197,7 @@ def _self_extend_table(
     group: Int32[Array, ""],
     width: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], Bool[Array, ""]]:
-    """Return the table and a plan that rotates keys, then the fields `grouped` and `ok`."""
+    """Return the table after `self_extend`, a plan that rotates keys, `grouped` and `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
@@ -233,7 +231,7 @@ def _self_extend_table(
 def _has_unshared_cells(
     table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
 ) -> Bool[Array, ""]:
-    """Return whether a sequence is the only owner of its cells from a position on."""
+    """Return whether a sequence is the only owner of its cells at positions from `start` on."""
 
     # The number of cells that a removal frees depends on other sequences only if a cell is shared.
     def num_freed_cells(table: CacheTable) -> jax.Array:

@@ -147,8 +147,6 @@ def _decode(
     stop_tokens: Int32[Array | np.ndarray, "T n"],
     num_tokens: int,
 ) -> tuple[Cache, DecodeState, SampledTokens]:
-    """Run the loop of `decode` inside a traced program."""
-
     def should_continue(carry: tuple) -> jax.Array:
         _, state, _, i = carry
         return (i < num_tokens) & jnp.any(state.active)

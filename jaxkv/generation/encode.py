@@ -91,7 +91,6 @@ def encode(
 
 
 def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> Cache:
-    """Apply a ubatch of sources and run the encoder."""
     cache = apply(cache, ubatch)
     after = encoder(params, cache, ubatch)
     if not isinstance(after, Cache):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOption(NamedTuple):
-    """Numeric option of `make_sampler`, with a neutral value that has no effect."""
+    """Numeric option of `make_sampler`. The value `neutral` has no effect."""
 
     neutral: float
     dtype: type[np.number]
@@ -48,7 +48,7 @@ EVERY = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilterSampler(Sampler):
-    """Sampler made by `make_sampler`, with floats as float32; a filter of None is skipped."""
+    """Sampler of `make_sampler`; a filter or penalty is skipped if its field is None."""
 
     temperature: Float[Array | np.ndarray, "*n"] | None
     top_k: Int32[Array | np.ndarray, "*n"] | None
@@ -88,7 +88,7 @@ class FilterSampler(Sampler):
             logits = self._subtract_penalties(logits, state)
         if self.temperature is None:
             return logits
-        # A neutral number disables a filter for its sequence, for any logits.
+        # A filter with a neutral number keeps all tokens of the sequence, for any logits.
         if self.top_k is not None:
             num_kept = jnp.where(self.top_k > 0, self.top_k, EVERY)
             kept = is_among_best(logits, jnp.ones_like(logits, jnp.int32), num_kept)
@@ -119,7 +119,6 @@ class FilterSampler(Sampler):
     def _subtract_penalties(
         self, logits: Float[Array, "T V"], recent: Int32[Array | np.ndarray, "T last_n"]
     ) -> Float[Array, "T V"]:
-        """Apply the penalties of recent tokens to float32 logits."""
         rows = jnp.arange(recent.shape[0])[:, None]
         where = jnp.where(recent < 0, logits.shape[1], recent)
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
@@ -155,11 +154,11 @@ def make_sampler(
       temperature: Divisor of logits, at least 0. With 0 the token with the highest logit is taken,
         and `top_k`, `top_p` and `min_p` have no effect.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Of the tokens that `top_k` keeps, keep the most probable ones, until their total
+      top_p: Of the tokens that `top_k` keeps, keep the most probable tokens, until their total
         probability reaches `top_p` (above 0, at most 1).
       min_p: Keep tokens with at least `min_p` times the highest probability; from 0 to 1.
-      repeat_penalty: A number above 0 that divides positive logits of recent tokens, and multiplies
-        negative ones.
+      repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative logits of
+        recent tokens; above 0.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
@@ -194,7 +193,7 @@ def make_sampler(
 
 
 def _check_option(name: str, value: object) -> Any:
-    """Return an option as an array `[]` or `[T]`; None if it has no effect."""
+    """Return a checked option as an array; return None for an option without effect."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
         array = check_int32(value, name, low=0)
@@ -214,12 +213,11 @@ def _check_option(name: str, value: object) -> Any:
 
 
 def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
-    """Set logits to -inf where a mask is False."""
     return jnp.where(stays, logits, -jnp.inf)
 
 
 def _as_column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
-    """Return one number for each sequence as `[T, 1]`, or one common number as `[1, 1]`."""
+    """Reshape `[T]` to `[T, 1]`, or `[]` to `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)
 
 
@@ -228,7 +226,7 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
-    """Return a mask of the highest logits: the fewest whose weights add up to `min_weight`.
+    """Return a mask of the fewest highest logits whose weights add up to `min_weight`.
 
     Equal logits have equal mask values. If the sum of all weights is below `min_weight`, the mask
     is True everywhere.

@@ -184,7 +184,6 @@ def generate(
 
 
 def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:
-    """Return a key for each sample from one seed; return several seeds unchanged."""
     if np.ndim(seed) or num_samples == 1:
         return seed
     return _fold_samples(seed, np.divmod(np.arange(count, dtype=np.int32), num_samples))
@@ -195,7 +194,7 @@ def _fold_samples(
     seed: Integer[Array, ""] | Key[Array, ""],
     indices: tuple[Int32[Array, " T"], Int32[Array, " T"]],
 ) -> Key[Array, " T"]:
-    """Fold prompt and sample indices into a seed; sample 0 has the key of its prompt."""
+    """Fold prompt and sample indices into a seed; sample 0 gets the key of the prompt."""
     fold = jax.vmap(jax.random.fold_in)
     prompt, sample = indices
     keys = fold(
@@ -207,7 +206,6 @@ def _fold_samples(
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Call `on_tokens` for sequences with new tokens; return the fields for `_join_calls`."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:

@@ -29,11 +29,10 @@ Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
 
 
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
-    """Return the compiled model step of `prefill`, for loops in Python.
+    """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`.
 
-    The step is a jitted function of params, table, buffers and ubatch. The step applies the ubatch,
-    donates the buffers, and returns table, buffers and logits. The step is cached as long as the
-    model function lives.
+    The step applies the ubatch and donates the buffers. The step stays cached until the model
+    function is deleted.
     """
     return cached_program(_build_step_program, forward)
 
@@ -44,8 +43,8 @@ def model_step(
     """Apply a ubatch and run the model; return the cache and the logits.
 
     Raises:
-      ValueError: If the model function does not return an updated cache and float logits `[O, V]`,
-        or writes no keys in an attention layer, or if `apply` would raise.
+      ValueError: If the model function does not return an updated cache and float logits `[O, V]`.
+      ValueError: If the function writes no keys in an attention layer, or `apply` would raise.
       TypeError: If a plan is passed as the ubatch.
     """
     cache = apply(cache, ubatch)
@@ -108,7 +107,7 @@ def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 
 
 def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
-    """Return table and buffers; copy the buffers unless `donate`; raise if they were donated."""
+    """Return the table and buffers of a cache; if `donate` is False, copy the buffers."""
     table, buffers = cache.table, cache.buffers
     check_not_donated(buffers)
     return table, buffers if donate else copy_arrays(buffers)

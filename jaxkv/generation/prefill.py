@@ -58,7 +58,8 @@ def prefill(
 
     Raises:
       PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
-      ValueError: If the plan is stale, has another number of tokens, or comes with `ubatch_size`.
+      ValueError: If the plan is stale or has another number of tokens.
+      ValueError: If both `plan` and `ubatch_size` are passed.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
       TypeError: If the plan is not a `Plan`, or tokens are not integers.
 
@@ -116,7 +117,6 @@ def _sequences_of_outputs(ubatch: Ubatch) -> Any:
 
 
 def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: object) -> None:
-    """Raise unless a plan is current for the cache and has as many tokens as the batch."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"expected a plan, init_batch makes it, got {type(plan)}; make one with "

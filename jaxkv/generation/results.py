@@ -74,7 +74,7 @@ class BeamResult(NamedTuple):
     tokens: Tokens of each hypothesis; -1 after the end.
     scores: float32. Log-probability of all tokens of a hypothesis; -inf for a missing hypothesis.
     lengths: Number of tokens of each hypothesis, including a stop token.
-    num_cached: Number of tokens of each hypothesis in the cache; -1 if the sequence is empty.
+    num_cached: Number of cached tokens of each hypothesis; -1 if the beam sequence is empty.
     reason: The `Reason` of a refused plan that ended the search, NONFINITE_LOGITS, or OK.
     """
 

@@ -62,8 +62,8 @@ def init_decode(
       cache: The cache after the prompts.
       logits: The result of `prefill`, or logits `[T, V]` of the last prompt token of each sequence.
         For forks of a prompt, repeat the logits of the prompt (`jnp.repeat`).
-      tokens: `[T]`. First tokens that were sampled elsewhere and are not in the cache yet, instead
-        of `logits`.
+      tokens: `[T]`. First tokens to use instead of `logits`. The cache does not contain the tokens
+        yet.
       sequences: `[T]`. Sequence ids; not allowed with the result of `prefill`, which has ids. By
         default 0 to T - 1. If logits are passed for several sequences, ids are required.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
@@ -201,7 +201,6 @@ def _sample_first_tokens(
     stop_tokens: Int32[Array, "#T n"],
     state: DecodeState,
 ) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
-    """Run `sample_first_tokens` under `jit_table`."""
     del table  # `jit_table` reads its mesh
     # `draw_index` is for the token after `state.token`, but here `state.token` itself is drawn.
     state = replace(state, draw_index=state.draw_index - 1)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Sampler:
     """Base class of samplers, which adjust logits before tokens are sampled.
 
-    Make a sampler with `make_sampler` or `Constraint.constrain`, or write a subclass: a dataclass,
-    registered with `jax.tree_util.register_dataclass`, with the pure methods `init`, `adjust` and
-    `update`. The methods compute T sequences at once, each independently of the other sequences.
+    Make a sampler with `make_sampler` or `Constraint.constrain`, or write a subclass. A subclass is
+    a dataclass with the pure methods `init`, `adjust` and `update`, registered with
+    `jax.tree_util.register_dataclass`. The methods compute T sequences at once, independently.
     """
 
     @property
@@ -45,7 +45,7 @@ class Sampler:
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Return the sampler state after a new token of each sequence (-1: no token was sampled).
+        """Return the sampler state after new tokens; the token -1 means that none was sampled.
 
         Loops discard the new state of a sequence without a sampled token.
         """

@@ -43,29 +43,28 @@ def score(
 ) -> Float[Array, "T n"]:
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
-    Each prompt is computed once for all texts that follow the prompt, also in gradients. If texts
-    and prompts are not traced, common prefixes of prompts (or of texts without prompts) are also
-    computed once. A prompt or text has at most 3 such prefixes, each at least 16 tokens longer than
-    the previous one. Two calls with lists use the same compiled program if they have equally many
-    texts, and if the lengths of texts and the numbers of prefixes are equal after rounding up.
+    Each prompt is computed once for all texts that follow the prompt. Common prefixes of concrete
+    prompts are also computed once. Without prompts, common prefixes of concrete texts are computed
+    once. A prompt or text has at most 3 common prefixes. Their lengths are at least 16, and differ
+    by at least 16. Lengths of lists are rounded up, so that similar calls share a compiled program.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      texts: A list of tokens for each of T texts, or an array `[T, n]`, which may be traced, with
-        -1 as padding at any index.
+      texts: A list of tokens for each of T texts, or an array `[T, n]`. An array may be traced, and
+        may contain -1 as padding at any index.
       prompts: A list of tokens for each of P prompts, or an array. With G texts for each prompt,
         text i follows prompt i // G.
-      spec: Spec of the model's cache, which is made with a stream for each text.
+      spec: Spec of the new cache. The cache gets a stream for each text.
       dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
         gradient.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
-      Log-probabilities in float32: 0 for padding and for the first token of a text without a
-      prompt, NaN for a token whose logits have a NaN or +inf. If texts or prompts are traced, the
-      result is also NaN for tokens past the vocabulary, and for texts with an empty prompt. If
-      `texts` are lists, rows of the result can be longer than the longest text.
+      Log-probabilities in float32. Padding has 0, and so has the first token of a text without a
+      prompt. A token has NaN if its logits contain NaN or +inf. If texts or prompts are traced,
+      tokens past the vocabulary and texts with an empty prompt also have NaN. If `texts` are lists,
+      rows of the result can be longer than the longest text.
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
@@ -169,7 +168,7 @@ def _score_levels(
     levels: list[TrieLevel],
     index: Int32[Array, "T n"] | None,
 ) -> tuple[Float[Array, "T n"], Array]:
-    """Return the log-probabilities of texts, and an array `[0, V]` that only shows the size V."""
+    """Return log-probabilities, and an empty array `[0, V]` from which `score` reads V."""
     count = levels[0].parents.shape[0]
     ok, scores = jnp.array(True), []
     ends: Float[Array, "Q V"] | None = None
@@ -226,7 +225,7 @@ def _update_ends(
     place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "Q V"]:
-    """Update the logits after the last token of each sequence from those of a `TrieLevel`."""
+    """Replace the logits after the last token of each sequence that a level extends."""
     tokens, count = jnp.asarray(level.tokens), level.parents.shape[0]
     last = jnp.maximum(jnp.sum(tokens >= 0, axis=1, keepdims=True) - 1, 0)
     row = jnp.take_along_axis(place, last, axis=1)[:, 0]
@@ -236,7 +235,7 @@ def _update_ends(
 
 
 def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
-    """Return the index of the logits row of each token; 0 for a token without logits."""
+    """Return the row of `logits` for each token; 0 for a token without logits."""
     row = jnp.zeros(tokens.size, jnp.int32)
     return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
 
@@ -244,7 +243,7 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 def _levels_of_traced_rows(
     texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
-    """Return a `TrieLevel` of all prompts (unless None) and a `TrieLevel` of all texts."""
+    """Return a level with all prompts, unless None, then a level with all texts."""
     rows = _padding_last(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)
@@ -260,13 +259,12 @@ def _levels_of_traced_rows(
 
 
 def _padding_last(rows: Int32[Array | np.ndarray, "T n"]) -> Int32[Array, "T n"]:
-    """Move the negative numbers of each row to its end."""
+    """Move the negative numbers of a row to the end of the row."""
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     return jnp.take_along_axis(jnp.asarray(rows), order, axis=1)
 
 
 def _check_spec(spec: object) -> None:
-    """Raise unless a spec is for a cache without encoder sources."""
     if not isinstance(spec, CacheSpec):
         raise TypeError(f"expected a CacheSpec, got {type(spec)}; pass that of the model's cache")
     if "cross_attention" in (spec.kind, *(part.kind for part, _ in spec.parts)):
@@ -277,7 +275,6 @@ def _check_spec(spec: object) -> None:
 
 
 def _check_counts(num_prompts: int, num_texts: int) -> None:
-    """Raise unless all prompts have the same number of texts."""
     if not num_prompts or num_texts % num_prompts:
         raise ValueError(
             f"expected equally many texts for each of {num_prompts} prompts, got {num_texts}; pass "
@@ -286,7 +283,6 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
 
 
 def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "T n"]:
-    """Return texts as int32 rows; pad lists with -1 at the end."""
     if not is_rows(texts):
         if is_traced(texts):
             raise ValueError(

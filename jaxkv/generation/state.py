@@ -70,7 +70,7 @@ def make_decode_state(
     seed: Seeds,
     prompts: Prompts | None,
 ) -> DecodeState:
-    """Return the initial state of sequences; the sampler state includes only the prompts."""
+    """Return the initial state; the sampler state is that after the prompts, before `tokens`."""
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
@@ -128,7 +128,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return the sampler (greedy for None); raise if the state is for another kind of sampler."""
+    """Return a sampler, greedy for None; raise if a state was made for another kind of sampler."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
@@ -173,7 +173,6 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
 
 
 def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{count} m"]:
-    """Return the prompts of T sequences as an array; `[T, 0]` for None."""
     if prompts is None:
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
@@ -185,7 +184,6 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
 
 
 def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
-    """Return an int32 array `[T]` from one number, or from a number for each sequence."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(

@@ -20,17 +20,17 @@ MIN_SHARED = 16
 """Minimum number of tokens of a common prefix that gets its own row."""
 
 MAX_LEVELS = 4
-"""Maximum number of levels, one model step each. In the last level, each text has its own row."""
+"""Maximum number of levels of a trie; each level is one model step."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrieLevel:
-    """Tokens that are computed at once; each row of tokens continues one sequence.
+    """Rows of tokens that one model step computes; each row continues one sequence.
 
     tokens: padded with -1 at the end of a row.
     sequences: sequence id of each row; -1 for a row of padding.
-    parents: the sequence from which each sequence is forked before the level is computed.
+    parents: id from which each sequence is forked before the model step.
     is_scored: static, whether log-probabilities of the tokens are returned.
     """
 
@@ -41,7 +41,7 @@ class TrieLevel:
 
 
 class _Segment(NamedTuple):
-    """Tokens that several texts share, beginning at the same index in each text."""
+    """Tokens that several texts share at the same indices."""
 
     texts: list[int]
     sequence: int
@@ -52,7 +52,7 @@ class _Segment(NamedTuple):
 def trie_of_texts(
     texts: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
-    """Return a list of `TrieLevel` for Q texts, and the index of each token in all levels.
+    """Return the levels of a trie of Q texts, and the index of each token in flattened levels.
 
     >>> levels, index = trie_of_texts([np.arange(24), np.arange(20)])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -74,7 +74,7 @@ def trie_of_texts(
 def trie_of_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], texts: Sequence[Int[np.ndarray, " _"]]
 ) -> list[TrieLevel]:
-    """Return the levels of a trie: one or more with the prompts, and a last one with the texts.
+    """Return one or more levels with the prompts, then one level with all texts.
 
     >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -94,11 +94,11 @@ def trie_of_prompts(
 def _segments_by_level(
     texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """For each `TrieLevel`, return its segments and the parents of their sequences."""
+    """Return the segments of each level, and the parents by sequence id."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []
-    # Texts order[first:last] share their first `start` tokens, which `parent` has.
+    # Texts order[first:last] share their first `start` tokens, cached in the sequence `parent`.
     groups: list[tuple[int, int, int, int | None]] = [(0, len(order), 0, None)]
     while groups:
         is_last = len(levels) == MAX_LEVELS - 1
@@ -123,7 +123,6 @@ def _segments_by_level(
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of first tokens that two texts have in common."""
     size = min(len(a), len(b))
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if different.size else size
@@ -132,7 +131,7 @@ def _common_length(a: np.ndarray, b: np.ndarray) -> int:
 def _make_level(
     segments: list[_Segment], parents: Mapping[int, int], count: int, *, is_scored: bool
 ) -> TrieLevel:
-    """Make a `TrieLevel` from segments, with padding so that few shapes are compiled."""
+    """Pad segments to a `TrieLevel`, so that few shapes are compiled."""
     shape = (
         min(next_power_of_two(len(segments)), count),
         _round_length(max(len(segment.tokens) for segment in segments)),

@@ -128,7 +128,7 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first accepted token among k branches (-1 if none), and logits for a replacement.
+    """Return the first accepted token of k branches, or -1, and logits of replacement tokens.
 
     After each rejection, the model probabilities p become max(p - q, 0), normalised. The rejected
     token is removed from the draft probabilities q, since draft tokens are drawn without
@@ -156,7 +156,7 @@ def _find_first_accepted(
 def _normalise_residual(
     rest: Float[Array, "T V"], whole: Float[Array, "T V"]
 ) -> Float[Array, "T V"]:
-    """Scale the probabilities `rest` to a sum of 1; return `whole` if all of `rest` are 0."""
+    """Scale the probabilities `rest` to a sum of 1; return `whole` if `rest` is 0 everywhere."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 

@@ -30,7 +30,7 @@ def draft_model(
 ) -> DraftModel:
     """Make a drafter from a smaller model with the same vocabulary.
 
-    The k branches of a draft start with the k best first tokens. Several branches help if the
+    The k branches of a draft start with the k most probable tokens. Several branches help if the
     second best token is often right. A draft step computes one token for each branch. With a random
     sampler, branches are random draws; samples still follow the verifying model's distribution.
 

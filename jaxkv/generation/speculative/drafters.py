@@ -31,7 +31,7 @@ class DraftTokens(NamedTuple):
     tokens: `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
     adjusted: float32. Adjusted logits from which tokens were drawn; None if tokens are not random.
-      Branches with equal tokens so far draw their next tokens one by one, without replacement.
+      Branches with equal first tokens draw the next tokens without replacement.
     """
 
     tokens: Int32[Array, "T *k n"]
@@ -120,7 +120,7 @@ class PromptLookup(Drafter):
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
         pad = jnp.pad(text, [(0, 0), (0, self.num_draft_tokens)], constant_values=-1)
-        # Places where the last n tokens occur, without padding, and one more token after them.
+        # True at each index where the last n tokens occur earlier, without padding.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
         found = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
         tokens, valid = [], []
@@ -207,7 +207,7 @@ def prompt_lookup(
 class DraftModel(Drafter):
     """Drafter of `draft_model` with one branch.
 
-    unfed: The token that the draft cache lacks; -1 unless exactly one token is missing.
+    unfed: The token that is missing in the draft cache; -1 unless exactly one token is missing.
     """
 
     params: PyTree

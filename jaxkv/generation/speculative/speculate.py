@@ -59,7 +59,7 @@ class _DraftedTokens(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """Constants of the loop of `speculate`, with sequence ids of branches (None for one branch)."""
+    """Constants of `speculate`; `sequences` are the ids of branches, None for one branch."""
 
     forward: Forward
     sampler: Sampler
@@ -204,7 +204,6 @@ def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapp
 def _speculate(
     setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
 ) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
-    """Run the loop of `speculate` inside a traced program."""
     texts, tries = state.token.shape[0], draft.num_draft_tokens
     if draft.num_branches > 1:
         table = cache.table
@@ -236,7 +235,7 @@ def _speculate(
             after = turn.tokens[:, :-1]
         fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
         tried = jnp.where(turn.num_tokens > 0, tried, 0)
-        # The NaN log-probability of an ended sequence has no token.
+        # A sequence that ends with invalid logits has a log-probability of NaN, but no token.
         broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
             cache=cache,
@@ -275,7 +274,6 @@ def _empty_drafted_tokens(texts: int, num_tokens: int) -> _DraftedTokens:
 
 
 def _num_sampled(made: _DraftedTokens) -> Int32[Array, " T"]:
-    """Return the number of sampled tokens of each sequence."""
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
 
@@ -294,7 +292,7 @@ def _append_rows(
 def _run_draft_width_step(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Run one step; without drafts, the step computes one token for each active sequence."""
+    """Run a step with n draft tokens; if no sequence has a draft, run a step without them."""
     # Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     empty_turn = _StepResult(
@@ -327,7 +325,7 @@ def _run_draft_width_step(
 def _feed_and_verify(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Run the model on last tokens and drafts, and keep the accepted tokens."""
+    """Run the model on drafts, and remove rejected draft tokens from the cache."""
     state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_guess if draft.tokens.ndim == 2 else _feed_branches
@@ -379,7 +377,7 @@ def _feed_and_verify(
 def _feed_guess(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Run the model on last tokens and drafts; also return which sequences were computed."""
+    """Run the model on drafts of one branch; the third result is True for computed sequences."""
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
@@ -392,7 +390,6 @@ def _feed_guess(
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
-    """Raise a ValueError if a random draft has another vocabulary size than the logits."""
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "

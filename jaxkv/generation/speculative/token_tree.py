@@ -1,4 +1,4 @@
-"""Trees of k branches of n draft tokens in one ubatch; each branch is a sequence during a step."""
+"""Trees of draft tokens in one ubatch; during a step, each branch has its own sequence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TreeNodes(NamedTuple):
     """Tokens that the branches of T sequences share.
 
     owns: `owns[t, i, j, m]` is True if tokens 0 to j are equal in branches i and m of sequence t.
-    first: True for a draft token that no earlier branch shares; only such tokens are computed.
+    first: True for a draft token that no earlier branch shares. Only first tokens are computed.
     """
 
     owns: Bool[Array, "T k n k"]

@@ -37,7 +37,7 @@ class TreeDraftModel(DraftModel):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[TreeDraftModel, DraftTokens]:
-        """Start k branches with the k best tokens, and extend each branch by its best tokens."""
+        """Start k branches with the k best tokens, and extend each branch token by token."""
         table = self.cache.table
         last = last_positions(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
