@@ -73,7 +73,6 @@ def _render_cells(cache: Cache) -> str:
 
 
 def _render_run(run: CellRun) -> str:
-    """Return a run as an HTML box with owners, positions and pending shifts."""
     empty = run.positions is None
     fill = "transparent" if empty or run.mixed else colour_of(run.owners[0])
     text = "inherit" if fill == "transparent" else text_colour_on(fill)
@@ -106,7 +105,6 @@ def _render_owner_bar(run: CellRun) -> str:
 
 
 def _tooltip_text(run: CellRun) -> str:
-    """Return the tooltip of a run: cell indices, owners and positions."""
     cells = (
         f"cell {run.start}" if run.stop - run.start == 1 else f"cells {run.start} to {run.stop - 1}"
     )

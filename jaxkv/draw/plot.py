@@ -251,7 +251,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
 
 
 def _cells_per_owner(view: CellView) -> np.ndarray:
-    """Count the cells of each lowest owner, as an array `[Q]` of ints."""
+    """Count the cells of each sequence, `[Q]`; a shared cell counts for the lowest owner."""
     owner = view.owner
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
@@ -263,7 +263,6 @@ def _ensure_axes(ax: Axes | None) -> Axes:
 
 
 def _import_matplotlib(module: str) -> ModuleType:
-    """Import a module of matplotlib; raise an ImportError if matplotlib is not installed."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
@@ -273,7 +272,7 @@ def _import_matplotlib(module: str) -> ModuleType:
 
 
 def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
-    """Wrap a single stream into lines of a given number of cells, and pad the last line."""
+    """Wrap a single stream into padded lines of cells; return several streams unchanged."""
     if len(x) > 1:
         return x
     missing = -x.size % across
@@ -299,7 +298,6 @@ def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -
 
 
 def _draw_grid_lines(ax: Axes, shape: tuple[int, ...]) -> None:
-    """Draw thin lines between the cells of an image."""
     ax.set_xticks(np.arange(-0.5, shape[1]), minor=True)
     ax.set_yticks(np.arange(-0.5, shape[0]), minor=True)
     ax.grid(which="minor", color=LINE, linewidth=0.4)
@@ -330,7 +328,6 @@ def _colour_labels(sequences: Iterable[int], name: str = "sequence") -> list[tup
 
 
 def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
-    """Draw a legend of the colours next to the plot."""
     patch = _import_matplotlib("patches").Patch
     handles = [
         patch(facecolor=FREE, edgecolor="black", hatch="////", label=name)

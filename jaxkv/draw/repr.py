@@ -98,7 +98,7 @@ def fields_repr(value: Any) -> str:
 
 
 def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
-    """Return kind and sizes of a cache, to which `vmap` may have added axes in front."""
+    """Return kind and sizes of a cache; leading axes of `vmap` are shown as `batch`."""
     size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
     match table:
         case CellTable():
@@ -161,7 +161,7 @@ def _format_usage(cache: Cache) -> str:
 
 
 def _num_used_cells(table: CacheTable) -> int | None:
-    """Return the number of used cells in all streams; None if the number is unknown."""
+    """Return the number of used cells in all streams; None if the table cannot be read."""
     if isinstance(table, States):
         position, cell = _to_numpy_or_none(table.position), _to_numpy_or_none(table.cell)
         if position is None or cell is None:
@@ -176,7 +176,6 @@ def _num_used_cells(table: CacheTable) -> int | None:
 
 
 def _format_field(value: Any) -> str:
-    """Return a short text for the value of a field."""
     if isinstance(value, TableSpec):
         return value.kind
     if hasattr(value, "shape") and hasattr(value, "dtype"):

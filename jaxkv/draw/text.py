@@ -30,8 +30,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
-      cell with several owners. A third line, `shift`, shows pending shifts, if any. A column that
-      combines several runs shows a tilde, all owners, and the lowest and highest position.
+      cell with several owners. If shifts are pending, the third line `shift` shows them. A column
+      of several runs shows a tilde, all owners, and the lowest and highest position.
 
     Raises:
       TypeError: If the cache is traced, or has shapes instead of arrays.
@@ -126,6 +126,6 @@ def _format_states(table: States, width: int | None) -> list[str]:
 
 
 def _format_state_positions(positions: np.ndarray) -> str:
-    """Return the positions of a sequence's states, with consecutive positions as ranges."""
+    """Format positions in one line, with consecutive positions as ranges."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return " ".join(format_range(run[0], run[-1]) for run in runs if run.size) or "."

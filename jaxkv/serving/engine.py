@@ -46,9 +46,9 @@ class Engine:
     depend on other requests. An engine is not thread-safe: call the methods `submit` and `cancel`
     between steps.
 
-    If the model function raises during tracing, the engine is unchanged. If an error or interrupt
-    occurs later, the cache is lost, and methods that need the cache raise a RuntimeError. Even with
-    a lost cache, `results` returns finished results, and `tokens_of` the tokens of other requests.
+    If the model function raises during tracing, the engine is unchanged. If a compiled program
+    fails or is interrupted, the cache is lost. Then `results` still returns ended requests, and
+    `tokens_of` the tokens of other requests. Methods that need the cache raise a RuntimeError.
 
     Args:
       forward: See `prefill`.
@@ -73,16 +73,15 @@ class Engine:
         prefixes of prompts are stored. If requests share a prefix of which more than 24 tokens are
         not stored, one request computes the prefix while the other requests wait. Before a request
         waits for cells, the least recently used prompts are evicted.
-      prefix_store: An existing store for the cache, for example with a limit of cells or from an
-        earlier engine. It cannot be combined with `prefix_sequences`.
+      prefix_store: An existing store, instead of `prefix_sequences`; for example a store with a
+        limit of cells, or the store of an earlier engine.
 
     Raises:
       ValueError: If the cache is not empty, was donated, or has a part for encoder sources.
       ValueError: If `prefill_chunk`, `tokens_per_step` or `penalty_last_n` is below 1,
         `max_stop_tokens` is below 0, or `prefill_chunk` exceeds the ubatch size of the cache.
       ValueError: If a name in `sampling_options` is unknown.
-      ValueError: If a function of the constraint returns another shape or dtype than `Constraint`
-        says.
+      ValueError: If a function of the constraint returns a wrong shape or dtype.
       ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
         is passed with `prefix_sequences`.
       TypeError: If the model function, the constraint or the store has the wrong type.
@@ -222,7 +221,7 @@ class Engine:
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the generated tokens of a request; [] if it has ended. For errors see `cancel`."""
+        """Return the tokens of a request so far; [] after its end. For errors see `cancel`."""
         text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
 
@@ -357,7 +356,6 @@ class Engine:
         self._prefixes.warm_up()
 
     def _check_cache(self) -> None:
-        """Raise a RuntimeError if the cache is lost."""
         if self._cut_short or not self._runner.has_cache:
             raise RuntimeError(
                 "expected an engine with its cache, got one that has lost it: a step was cut short "
@@ -386,7 +384,6 @@ class Engine:
         return next((text for text in self._schedule.all_requests if text.id == request_id), None)
 
     def _run_step(self) -> None:
-        """Run one step, and append the results of ended requests to `_done`."""
         self._check_cache()
         with self._note_if_cut_short():
             self._schedule.admit()
@@ -412,7 +409,6 @@ class Engine:
         self._append_tokens(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
     def _generate(self, texts: list[RequestState]) -> None:
-        """Generate tokens of running requests."""
         turns = self._choose_num_tokens(texts)
         allowed = {text.sequence: min(text.num_remaining_tokens, turns) for text in texts}
         outcome = self._runner.generate(texts, turns)
@@ -421,7 +417,7 @@ class Engine:
             self._preempt(refused, outcome.reasons)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
-        """Return how many tokens a request generates in this step: 1 while prompts are computed."""
+        """Return the number of tokens to generate in a step; 1 while prompts are computed."""
         if self._schedule.prefilling_texts:
             return 1
         lefts = [text.num_remaining_tokens for text in running]
@@ -432,7 +428,7 @@ class Engine:
     def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
-        """Append sampled tokens, end complete requests, and return requests that got no cell."""
+        """Append sampled tokens, end requests, and return refused requests of full streams."""
         ended, refused = [], []
         for text in texts:
             row, samples = text.sequence, outcome.samples
@@ -458,7 +454,7 @@ class Engine:
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """In each full stream, evict a stored prompt, or preempt or end the youngest request."""
+        """In each full stream, evict a stored prompt, else preempt or end the youngest request."""
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

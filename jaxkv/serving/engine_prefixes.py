@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EnginePrefixes:
-    """Forks prompts from an optional store, and stores prefixes that requests may share."""
+    """Prefix store of an engine, with edits of the cache; without a store, methods do nothing."""
 
     def __init__(self, runner: ModelRunner, store: PrefixStore | None):
         self._runner, self.store = runner, store
@@ -81,7 +81,7 @@ class EnginePrefixes:
     def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
-        """Return the longest stored prefix that a request can reuse; None if it must wait."""
+        """Return the longest stored prefix for a request; None if the request must wait."""
         if self.store is None:
             return PrefixMatch(None, NOTHING)
         tokens = text.all_tokens()
@@ -110,7 +110,7 @@ class EnginePrefixes:
         return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 
     def fork_prefix(self, match: PrefixMatch, sequence: int) -> PrefixHit:
-        """Fork a matched prefix into a sequence; the length is 0 if there are too few cells."""
+        """Fork a matched prefix into a sequence; return length 0 if there are too few cells."""
         if self.store is None or match.prompt is None:
             return match.hit
         self._runner.cache, self.store, hit = self.store.fork_match(
@@ -128,7 +128,7 @@ class EnginePrefixes:
         )
 
     def store_finished_text(self, text: RequestState) -> None:
-        """Store the tokens of an ended request; mark its source prompt as recently used."""
+        """Store the tokens of an ended request, and mark `text.source` as recently used."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)

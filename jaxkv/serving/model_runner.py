@@ -146,7 +146,7 @@ class ModelRunner:
         return jax.device_get(RunnerOutput(samples, state.reason, self._constraint_states(state)))
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
-        """Remove all tokens of some sequences; any choice of sequences runs the same program."""
+        """Remove all tokens of some sequences; each choice of sequences runs the same program."""
         rows = np.arange(self._facts.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
@@ -177,7 +177,6 @@ class ModelRunner:
     def _sample_first_tokens(
         self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], turns: int
     ) -> RunnerOutput:
-        """Sample the first token of each request."""
         sampler, stop, options = self._make_resume_options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
         state = make_decode_state(self.cache, none, None, sampler=sampler, **options)

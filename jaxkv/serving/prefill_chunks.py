@@ -42,7 +42,7 @@ class ChunkShape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Pieces of prompts, in rows; `ends` is True for the last token of each prompt."""
+    """Parts of prompts, in rows; `ends` is True for the last token of each prompt."""
 
     tokens: Int32[np.ndarray, "R T"]
     sequences: Int32[np.ndarray, "R T"]
@@ -94,7 +94,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut a chunk from prompts, in order; also return the number of tokens from each prompt."""
+    """Cut a chunk from the first prompts; also return the number of tokens from each prompt."""
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:
@@ -138,7 +138,7 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 
 
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
-    """Return the program that computes a chunk; it is cached while the model function exists.
+    """Return the program that computes a chunk, cached while the model function exists.
 
     The program donates the buffers. The logits `[Q, V]` are 0 for sequences whose prompt does not
     end in the chunk.

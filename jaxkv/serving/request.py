@@ -34,7 +34,7 @@ class FinishReason(Enum):
 
     STOP: The last token is a stop token.
     LENGTH: The request has `max_new_tokens` tokens.
-    OUT_OF_CELLS: The stream is full, without a stored prompt or another request to remove.
+    OUT_OF_CELLS: The stream is full, and has no stored prompt or other request to remove.
     NO_TOKEN: No token was allowed.
     NONFINITE_LOGITS: A logit was NaN or +inf.
     CANCELLED: `Engine.cancel` ended the request.
@@ -97,8 +97,8 @@ class RequestState:
     sequence: Sequence id of the request; -1 while the request waits.
     num_computed_tokens: Number of tokens that were forked from the store or computed in chunks.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
-    branch_points: Lengths of prefixes that other requests share and that will be stored.
-    source: Stored prompt that the request was resumed from; None if there was none.
+    branch_points: Lengths of prefixes to store, since other requests share these prefixes.
+    source: Stored prompt from which the request was resumed, or None.
     """
 
     id: int
@@ -324,7 +324,7 @@ def make_batch_sampler(
 
 
 def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]:
-    """Return one set of sampling options for each combination of filters."""
+    """Return sampling options that select each compiled set of filters once."""
     levels: list[dict[str, float]] = [{}]
     if "temperature" in sampling_options:
         levels.append({"temperature": 1.0})
@@ -337,5 +337,4 @@ def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]
 
 
 def _needs_ranking(numbers: dict[str, Num[np.ndarray, " T"]]) -> Bool[np.ndarray, " T"]:
-    """Return which requests use a filter that ranks the whole vocabulary."""
     return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)

@@ -103,13 +103,13 @@ class Scheduler:
         insort(self._waiting, text, key=lambda text: text.id)
 
     def _free_sequences(self) -> list[int]:
-        """Return one free sequence of each stream that has a free sequence."""
+        """Return the lowest free sequence of each stream; streams without one are skipped."""
         free = [q for q, text in enumerate(self._placed) if not text]
         free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
-        """Assign a free sequence to a request if the request fits; return whether it fits."""
+        """Try each free sequence, first without evictions; return whether the request fits."""
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )
@@ -122,7 +122,7 @@ class Scheduler:
     def _try_assign_sequence(
         self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
     ) -> bool:
-        """Assign a sequence if the request fits into the stream; return whether it fits."""
+        """Return whether the request fits; if not, restore the cache and the store."""
         past, near = (
             self._prefixes.cache_and_store,
             self._prefixes.is_in_same_stream(match, sequence),
@@ -151,7 +151,7 @@ class Scheduler:
         )
 
     def _num_required_cells(self, text: RequestState) -> int:
-        """Return how many cells a request needs, in total (if `reserve`) or for the next step."""
+        """Return how many cells a request needs, in total if `reserve`, else for the next step."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
@@ -160,7 +160,7 @@ class Scheduler:
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have enough cells if sequences have the given numbers of tokens."""
+        """Return which streams have cells for `lengths`, the numbers of tokens by sequence id."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

@@ -146,13 +146,12 @@ def device_bytes(
 
 
 def num_kv_heads(cache: Cache) -> set[int]:
-    """Return the different numbers of key/value heads of the attention layers."""
+    """Return the numbers of key/value heads of attention layers, without repeats."""
     buffers = [part.buffers for part in cache.parts if isinstance(part.buffers, Buffers)]
     return {kv_heads for x in buffers for kv_heads, _, _ in x.head_sizes}
 
 
 def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
-    """Return the bytes of an array's shard on each device."""
     shape = x.shape if where is None else where.shard_shape(x.shape)
     return prod(shape) * np.dtype(x.dtype).itemsize
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return the cache with a `NamedSharding` in place of each array; its table has the rules."""
+    """Return a `Cache` with a `NamedSharding` for each array, and with the rules in the table."""
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
 
     def to_sharding(spec: P) -> NamedSharding:
-        # Without trailing None, as programs return it: JAX compiles again for another spec.
+        # Programs return specs without trailing None, and JAX compiles again for another spec.
         axes = tuple(spec)
         while axes and axes[-1] is None:
             axes = axes[:-1]
@@ -76,7 +76,7 @@ def make_sharded(
 ) -> Cache:
     """Make a cache on a mesh; each device allocates only its own shards.
 
-    Plan batches, and read or write buffers, under `jax.set_mesh(mesh)`; edits do not need it.
+    Plan batches, and read or write buffers, under `jax.set_mesh(mesh)`; edits do not need the mesh.
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 

@@ -62,7 +62,7 @@ def write_cells(
 def _iterate_chunks(
     streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
 ) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
-    """Yield, for each chunk, a slice of the cell list and the padded stream and cell indices."""
+    """Yield the slice of each chunk in the list of cells, and padded stream and cell indices."""
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
         stream, cell = np.zeros(size, np.int32), MAX_CELLS + np.arange(size, dtype=np.int32)
@@ -74,7 +74,6 @@ def _iterate_chunks(
 def _take_chunk(
     array: A, streams: Int32[Array, " C"], cells: Int32[Array, " C"], *, read: Read[A]
 ) -> Shaped[Array, "C ..."]:
-    """Read the C cells of one chunk."""
     return read(array, streams, cells)
 
 
@@ -87,5 +86,4 @@ def _write_chunk(
     *,
     write: Write[A],
 ) -> A:
-    """Write the C cells of one chunk into a donated array."""
     return write(array, streams, cells, jnp.asarray(new, array.dtype))

@@ -57,7 +57,7 @@ class ArrayDescription(TypedDict):
 
 
 class SnapshotContent(TypedDict):
-    """Description of a snapshot without its arrays, with ids and tokens of the saved sequences.
+    """Description of a snapshot except for its arrays.
 
     tokens: token ids of each saved sequence; None if no tokens were passed for the sequence.
     model: `model_id` passed to `save`; None if no id was passed.

@@ -1,6 +1,6 @@
 """Snapshot files: safetensors with a JSON description and checksums in the metadata.
 
-Saving needs memory for the whole file. Dtypes that NumPy lacks (bfloat16) are stored as bytes.
+Saving needs memory for the whole file. Arrays of bfloat16, which NumPy lacks, are stored as bytes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
 def _pack(
     description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the stored form of each array of a snapshot, by name, and the metadata of the file."""
+    """Return the arrays as the file stores them, and the metadata of the file."""
     stored = {name: _plain_array(array) for name, array in arrays.items()}
     entries = {
         name: {
@@ -161,7 +161,6 @@ def _plain_array(array: np.ndarray) -> np.ndarray:
 def _file_from_metadata(
     metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
 ) -> SnapshotFile:
-    """Return the snapshot described by metadata; raise a ValueError if the metadata are invalid."""
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
         raise ValueError(
@@ -208,7 +207,6 @@ def _resolve_path(path: str | os.PathLike) -> Path:
 
 
 def _sha256(array: np.ndarray) -> str:
-    """Return the SHA-256 checksum of the bytes of an array."""
     return hashlib.sha256(_bytes_of(array).data).hexdigest()
 
 
@@ -238,7 +236,6 @@ def _translate_read_errors(module: ModuleType) -> Iterator[None]:
 
 
 def _import_safetensors() -> ModuleType:
-    """Import safetensors; raise an ImportError if the package is not installed."""
     try:
         import safetensors
         import safetensors.numpy

@@ -90,13 +90,13 @@ def load(
 ) -> Cache:
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
-    A new cache has the sizes of the saved cache and each token in its saved cell. The new cache has
+    A new cache has the sizes of the saved cache, and tokens in the saved cells. The new cache has
     the default `heads_per_row` of the platform. If the saved cache has the same `heads_per_row`,
     both caches give bit-identical results. For the new cache, a ubatch planned for the saved cache
     is stale in streams with saved tokens.
 
-    If `into` is a cache, the saved sequences replace sequences of that cache. Both caches may have
-    different numbers of cells, sequences and streams, and different placements. Free cells are
+    If `into` is a cache, the saved sequences replace sequences of that cache. The two caches may
+    differ in numbers of cells, sequences and streams, and in placement. Free cells are
     chosen as for the tokens of a batch. With tiled placement, the saved cells first fill empty
     tiles, in saved order. Evictable cells may be reused. Saved sequences that share cells share
     cells again if their targets are in one stream. If the existing cache stores fewer states for
@@ -187,7 +187,6 @@ def _check_model(file: SnapshotFile, model: Json) -> Cache:
 def _map_sequences(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> SequenceMap:
-    """Return the mapping from saved sequences to targets; raise a ValueError for invalid ids."""
     spec, target_of = cache.table.spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):

@@ -101,7 +101,7 @@ class Part(ABC, Generic[T, B, D]):
     def saved_shapes(
         table: T, buffers: B, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the shapes of `extract_sequences` for `count` cells of `saved` sequences."""
+        """Return shapes as `extract_sequences` does, for `count` cells and `saved` sequences."""
 
     @staticmethod
     @abstractmethod
@@ -121,7 +121,7 @@ class Part(ABC, Generic[T, B, D]):
 
     @staticmethod
     def fill_buffers(buffers: B, prefix: str, fill: Fill) -> B:
-        """Return the buffers, each array replaced by `fill(array, name)`."""
+        """Replace each array of the buffers by `fill(array, name)`."""
         return jax.tree.map(fill, buffers, buffer_names(buffers, prefix))
 
     @staticmethod

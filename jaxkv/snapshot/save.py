@@ -36,8 +36,8 @@ def save(
 
     Args:
       cache: cache on one device.
-      path: path of the file. An existing file is replaced, and links are followed. None returns
-        bytes.
+      path: path of the file, by default None to return bytes. An existing file is replaced, and
+        links are followed.
       sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
       tokens: token ids by sequence id, returned by `inspect`. A cache itself stores no tokens.
       model_id: JSON value that identifies the model, compared with the `model_id` of `load`.
@@ -87,7 +87,6 @@ def _collect_content(
     model: Json,
     notes: Json,
 ) -> tuple[SnapshotContent, dict[str, np.ndarray]]:
-    """Return the description and the arrays of a snapshot."""
     check_saveable(cache)
     spec = cache.table.spec
     saved = list_sequences(spec, range(spec.sequences) if sequences is None else sequences)
@@ -123,7 +122,6 @@ def _collect_content(
 
 
 def _token_list(text: Sequence[int], seq: int) -> list[int]:
-    """Return the tokens of a sequence as a list of integers."""
     found = np.asarray(check_int32(text, "tokens"))
     if found.ndim != 1:
         raise ValueError(

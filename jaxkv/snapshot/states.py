@@ -51,7 +51,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     state: `[q, E + 1]` int32. Index of each state among the n saved states; n if no state.
     stream, cell: `[n]` int32. Stream index and cell index of each saved state.
     content: `[n]` uint32. Content hash of each saved state.
-    written: `[L, n]` bool. Whether each layer had written each state.
+    written: `[L, n]` bool. Whether each layer wrote each state before the snapshot was saved.
     """
 
     @staticmethod
@@ -209,7 +209,7 @@ def _take_newest_states(
 
 
 def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-    """Return a free cell for each of the given streams, lowest cells first."""
+    """Return one free cell for each entry of `streams`, lowest cells first."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
         used_cells = host.cell[

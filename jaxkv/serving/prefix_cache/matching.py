@@ -39,7 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return at which prefix lengths a sequence can be resumed, and why not at the full length."""
+    """Return a mask of resumable prefix lengths, and why the full length is not resumable."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -72,7 +72,6 @@ def find_resumable_positions(
 
 
 def _iterate_part_tables(table: CacheTable) -> Iterator[Any]:
-    """Yield the tables of the parts of a cache."""
     yield from table.parts if isinstance(table, HybridTable) else [table]
 
 
@@ -84,11 +83,11 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return three masks over the positions of a block, and the sum of hashes up to its end.
+    """Return three masks over the positions of a block, and `before` for the next block.
 
-    Mask 1 is True at positions where the sequence can be resumed. Mask 2 is True where the sequence
-    has all tokens before the position. Mask 3 is False where the sequence has another token than
-    `tokens`. The argument `before` is the sum of the token hashes of all earlier blocks.
+    Mask 1 is True if the sequence can be resumed at the position. Mask 2 is True if the sequence
+    has all tokens before the position. Mask 3 is False if the sequence has another token at the
+    position. The argument `before` is the sum of the token hashes of all earlier blocks.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
@@ -108,7 +107,7 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return a mask of positions in a block that is False where `found` differs from `expected`."""
+    """Return a mask `[block]`: False at each index where `found` differs from `expected`."""
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")
@@ -117,7 +116,7 @@ def _has_same_content(
 def _has_unbroken_prefix(
     cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
 ) -> Bool[Array, " n"]:
-    """Return whether all tokens before each position are in unshifted cells or were evicted."""
+    """Return whether each token before a position is in an unshifted cell or was evicted."""
     mark, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < mark, END, own_positions))

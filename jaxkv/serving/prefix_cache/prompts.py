@@ -50,7 +50,7 @@ class CachedPrompt:
 
 
 class PrefixMatch(NamedTuple):
-    """Stored prompt with the longest resumable prefix, or None, and the `PrefixHit` of a search."""
+    """Result of a search: the stored prompt with the longest resumable prefix, and the hit."""
 
     prompt: CachedPrompt | None
     hit: PrefixHit

@@ -112,9 +112,8 @@ class PrefixStore:
 
         After the fork, the sequence contains only the first `hit.length` tokens of the prompt.
         Compute the rest of the prompt next. The last token of the prompt is never forked, since
-        logits are not stored. The longest prefix that can be resumed (`can_resume`) is forked, if
-        possible from the same stream. If a copy from another stream does not fit, `hit.length`
-        is 0, and the sequence is empty.
+        logits are not stored. Of equally long prefixes, a prefix in the same stream is preferred.
+        If a copy from another stream does not fit, `hit.length` is 0, and the sequence is empty.
 
         Args:
           cache: The cache of the store.
@@ -340,7 +339,7 @@ class PrefixStore:
         return self._replace_fields(prompts=(*self._without_prompt(prompt).prompts, prompt))
 
     def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> EvictResult:
-        """Empty the sequence of a prompt, and note the tokens of the prompt as evicted."""
+        """Empty the sequence of a prompt, and add the tokens of the prompt to `evicted`."""
         cache, _ = seq_rm(cache, prompt.sequence)
         evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
         return EvictResult(cache, self._without_prompt(prompt)._replace_fields(evicted=evicted))
@@ -350,19 +349,17 @@ class PrefixStore:
             object.__setattr__(self, name, value)
 
     def _replace_fields(self, **fields: object) -> PrefixStore:
-        """Return a store with other fields."""
         clone = copy.copy(self)
         clone._set_fields(**fields)
         return clone
 
     def _without_prompt(self, prompt: CachedPrompt) -> PrefixStore:
-        """Return a store without a prompt."""
         return self._replace_fields(
             prompts=tuple(past for past in self.prompts if past is not prompt)
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store's sequences in the stream of `seq`; if there are none, all sequences."""
+        """Return the store sequences in the stream of `seq`, or all if this stream has none."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
@@ -395,7 +392,6 @@ class PrefixStore:
     def _check_tokens(
         self, cache: Cache, tokens: Ids, seq: Id
     ) -> tuple[Int32[np.ndarray, " n"], int]:
-        """Return checked tokens, and the id of a sequence that is not in the store."""
         self._check_made_for(cache)
         source = int(cache.table.spec.sequence_id(seq))
         if source in self.sequences:
@@ -412,7 +408,6 @@ class PrefixStore:
         return prompt, source
 
     def _check_made_for(self, cache: Cache) -> None:
-        """Raise a ValueError unless the store was made for a cache of this spec."""
         if _spec_of(cache) != self._spec:
             raise ValueError(
                 "expected the cache that the store was made for, or one of its spec, got another; "
@@ -436,7 +431,6 @@ class EvictResult(NamedTuple):
 
 
 def _spec_of(cache: Cache) -> TableSpec:
-    """Return the spec of a cache; raise a ValueError if the cache is traced."""
     table, _ = split(cache)
     if not is_concrete(table):
         raise ValueError(
@@ -447,7 +441,7 @@ def _spec_of(cache: Cache) -> TableSpec:
 
 
 def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
-    """Return whether `seq_cp` can copy the first positions of a sequence."""
+    """Return whether `seq_cp` can copy positions 0 to `stop - 1`."""
     return _table_can_copy(cache.table, *map(np.int32, (src, dst, 0, stop)))
 
 
