@@ -98,7 +98,7 @@ class Ubatch(Partitioned):
       an unused part. In a pytree of slots, int32 arrays are indices and uint32 arrays are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
-    more: True if a later ubatch of the plan has tokens of the token's sequence.
+    more: True for a token whose sequence has further tokens in a later ubatch of the plan.
     outputs: for each token that needs logits, its index among the R * T tokens; padded.
       `Plan.gather_outputs` reorders logits to the order of the batch, and removes padding.
     output_index: index of each output token in the batch; 2**31 - 1 for padding.
@@ -131,12 +131,12 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return how many tokens of a row each of the last `count` states of the row includes.
+        """For each row, return after how many tokens its last `count` states are reached.
 
-        For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0 stands
-        for the state before the first token of the row; `write_states` skips this state. The
-        argument `count` is static. For `write_states`, `count` is E + 1. A `count` below 1 raises
-        ValueError, and a `count` that is not an integer raises TypeError.
+        For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0 means
+        the state before the first token of the row, which `write_states` skips. The argument
+        `count` is static; `write_states` requires E + 1. A `count` below 1 raises ValueError, and a
+        `count` that is not an integer raises TypeError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)})
@@ -188,8 +188,8 @@ def make_batch(
       outputs: bool, True for tokens that need logits; default the last token of each sequence.
       valid: bool, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
-        positions in an image. For a list of lists, the inputs of all lists are concatenated. Models
-        read the inputs from `Ubatch.extra`. `plan_step` and generation loops do not support
+        positions in an image. For a list of lists, pass one array for the tokens of all lists.
+        Models read the inputs from `Ubatch.extra`. `plan_step` and generation loops do not support
         additional inputs.
 
     Raises:
@@ -309,7 +309,6 @@ def make_batch(
 
 
 def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
-    """Check additional model inputs, and return them by name."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(
             f"expected extra as arrays by name, got {extra!r}; pass a dict of names to arrays"
@@ -337,7 +336,6 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
 
 
 def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
-    """Convert 64-bit integers to `kept`, a 32-bit dtype; raise if an integer is out of range."""
     low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
@@ -349,7 +347,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Convert a list with lists of ids to a padded array; return other values unchanged."""
+    """Convert a list with lists of ids to an array padded with -1; return other values unchanged."""
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -369,7 +367,6 @@ def _pad_sequence_sets(sequences: PyTree) -> PyTree:
 
 
 def _check_row_sequences(sequences: PyTree) -> PyTree:
-    """Return the sequence ids of rows as an array; raise for lists of different lengths."""
     try:
         return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)
     except ValueError:
@@ -380,7 +377,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the lowest id of each set `[..., n]`, and all other ids (None if there are none)."""
+    """Split sets of ids `[..., n]` into the lowest ids, `[...]`, and an array of the others, or None."""
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
         return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None
@@ -400,7 +397,7 @@ def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _sort_ids_lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
-    """Sort sets of ids `[..., n]`; negative ids become -1 and come last."""
+    """Sort each set of ids, `[..., n]`; negative ids become -1 and come last."""
     ids = xp.sort(xp.where(sets < 0, END, sets), axis=-1)
     return xp.where(ids == END, -1, ids)
 
@@ -412,7 +409,7 @@ def hash_tokens(ubatch: Ubatch) -> UInt32[Array, "R T"]:
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Return the ubatch; if `ok` is False, all slots become indices past the last cell."""
+    """If `ok` is False, replace all slots of a ubatch by indices past the last cell."""
 
     def mask_leaf(leaf: jax.Array) -> jax.Array:
         return jnp.where(ok, leaf, out_of_range_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
@@ -471,7 +468,7 @@ def row_mesh_axes(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
-    """Return a `PartitionSpec` for each array of a ubatch, from the mesh axes of streams."""
+    """Return a `PartitionSpec` for each array of a ubatch; the argument `streams` is mesh axes."""
     rows = row_mesh_axes(ubatch, streams)
     whole = {name: P() for name in ("outputs", "output_index")}
     digests = {name: P(streams) for name in ("hash_before", "hash_after")}

@@ -41,8 +41,8 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
       hybrid cache, a tuple of the buffers of the parts.
-    written: while tracing, the ubatch that was written last, and the numbers of the layers that
-      have written the ubatch. A second write by the same layer raises. The pytree omits this field.
+    written: while tracing, the last written ubatch, and the numbers of the layers that have written
+      it. A second write to a layer raises. The pytree omits this field.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -213,18 +213,16 @@ _faults = jit_method(CacheTable.count_broken_invariants)
 
 @jit_table
 def _seq_pos_min(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the smallest position of each sequence."""
     return jax.lax.map(table.seq_pos_min, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @jit_table
 def _seq_pos_max(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the largest position of each sequence."""
     return jax.lax.map(table.seq_pos_max, jnp.ravel(seq)).reshape(seq.shape)
 
 
 def split(cache: Cache) -> tuple[Any, PyTree]:
-    """Return the table and the buffers of a cache; raise TypeError unless a cache is passed."""
+    """Return the table and the buffers of a cache; raise TypeError for another object."""
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
     if isinstance(cache, tuple):
@@ -241,7 +239,7 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
 def merge(table: CacheTable, buffers: PyTree) -> Cache:
     """Make a cache from a table and buffers: the inverse of the function `split`.
 
-    The value buffers of an attention cache must be finite. Raises a TypeError if `table` is not a
+    All stored values of an attention cache must be finite. Raises a TypeError if `table` is not a
     table, and a ValueError if table and buffers have different numbers of streams or cells.
     """
     if not isinstance(table, CacheTable):

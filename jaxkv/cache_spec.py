@@ -131,12 +131,11 @@ class CacheSpec:
         A batch always fits, since the cache has cells for E + 1 states of each sequence. E is the
         argument `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share
         states; a shared state is never overwritten. `seq_pos_min` returns the position of the
-        oldest stored state. The functions `seq_rm`, `seq_cp`, `seq_add` and `seq_div` describe
-        their effects on states.
+        oldest stored state. For edits of states, see `seq_rm`, `seq_cp`, `seq_add` and `seq_div`.
 
         A cache can serve as a checkpoint until its buffers are donated. An edited cache has the
-        same buffers as the cache before the edit, so a donation invalidates both. To keep a state
-        while steps donate buffers, copy the sequence to an unused sequence with `seq_cp`.
+        same buffers as the cache before the edit, so a donation invalidates both caches. To keep a
+        state while steps donate buffers, copy the sequence to an unused sequence with `seq_cp`.
 
         Args:
           layers: L, the number of layers.
@@ -298,13 +297,12 @@ class CacheSpec:
 
     @property
     def _has_cross_attention(self) -> bool:
-        """Whether the spec, or a part of the spec, is for cross-attention."""
         return self.kind == "cross_attention" or any(
             part._has_cross_attention for part, _ in self.parts
         )
 
     def _array_kinds_of_layer(self, number: int) -> list[str]:
-        """Return what each part with this layer stores for the layer: "keys" or "states"."""
+        """Return "keys" or "states" for each part that stores the layer."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
@@ -331,7 +329,6 @@ class CacheSpec:
 
 
 def _field_text(value: object) -> str:
-    """Return a field as text; a rope is shown as its number of pairs and its lowest frequency."""
     if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
         return f"({', '.join(map(_field_text, value))})"
     if isinstance(value, Rope):
@@ -343,12 +340,10 @@ def _field_text(value: object) -> str:
 
 
 def _collapse_if_equal(values: tuple[X, ...]) -> X | tuple[X, ...]:
-    """Return one value if all values are equal, else the tuple of values."""
     return values[0] if all(value == values[0] for value in values) else values
 
 
 def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object, ...]:
-    """Return one value or a list as a tuple of L values; raise if a list has another length."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * layers
     if len(values) != layers:
         raise ValueError(
@@ -359,13 +354,10 @@ def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object,
 
 
 def _check_layer_sizes(value: object, layers: int, name: str) -> tuple[int, ...]:
-    """Return a tuple with one checked size for each layer."""
     return tuple(check_count(size, name) for size in _broadcast_to_layers(value, layers, name))
 
 
 def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
-    """Return the entry of each layer: the size of a value, or a slice of the key."""
-
     def make_value_slice(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))
         if part.step not in (None, 1) or not 0 < len(ends) < key:
@@ -387,7 +379,7 @@ def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | Value
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
-    """Raise if a rope does not fit the keys, or if values are slices of the rotated numbers."""
+    """Raise if the rope rotates more numbers than a key has, or numbers of the value slice."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
             f"expected a rope or None, got {rope!r}; make one, as Rope.make(head_dim, base=10000.0)"
@@ -406,7 +398,6 @@ def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
 
 
 def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
-    """Check a state, and return its shape and dtype."""
     if hasattr(state, "shape"):
         return state
     if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
@@ -422,7 +413,6 @@ def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
 def _check_shard_dims(
     shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[str, int, int], ...]:
-    """Check `shard_dims`, and return its entries as tuples sorted by name."""
     for name, (dimension, parts) in splits.items():
         sizes = shapes[name].shape if name in shapes else ()
         if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
@@ -435,7 +425,6 @@ def _check_shard_dims(
 
 
 def _check_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
-    """Check a part of a hybrid spec, and return the part's spec and layer numbers."""
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], CacheSpec)):
         raise TypeError(
             f"expected pairs of a CacheSpec and its layers, got {type(pair)}; write "

@@ -36,8 +36,8 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     Raises:
       TypeError: If `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
-      ValueError: If the cache for which the plan was made had another `TableSpec`: another kind,
-        window, placement, `ubatch_size`, or number of cells, sequences or streams.
+      ValueError: If the plan was made for a cache with another `TableSpec`, such as another window
+        or number of cells.
       ValueError: If an update or a defrag needs buffers that were donated.
 
     Examples:
@@ -61,7 +61,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
     """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
 
-    - A ubatch becomes stale when an edit or another ubatch changes a stream of the ubatch.
+    - A ubatch becomes stale when one of its streams is changed by an edit or another ubatch.
     - The plan of an update becomes stale when the keys to rotate, or their angles, change.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
@@ -82,7 +82,7 @@ Cache.is_current = is_current
 
 
 def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
-    """Return the ubatch or maintenance plan to commit; raise errors as `apply` does."""
+    """Unpack the only ubatch of a `Plan`, and raise the errors of `apply`."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
             raise ValueError(
@@ -104,7 +104,6 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
 
 @jit_table
 def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array, ""]:
-    """Return whether a ubatch or a maintenance plan is current for a table."""
     return (
         plan.is_current(table)
         if isinstance(plan, MaintenancePlan)
@@ -113,7 +112,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return whether no stream of a ubatch has changed since the ubatch was planned."""
+    """Return False if a stream of the ubatch changed after planning, or if no token has a cell."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(
         lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before
@@ -125,18 +124,16 @@ def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
             for leaf in jax.tree.leaves(same)
         ],
     )
-    # One reduction needs one message on a mesh: 0 is a row without a cell, 1 current, 2 stale.
+    # One reduction needs one message on a mesh; 0: no cell in the row, 1: current, 2: stale.
     return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
 
 
 @jit_table
 def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
-    """Store the tokens of a ubatch in its slots if the ubatch is current."""
     return table.occupy(mask_slots(_is_ubatch_current(table, ubatch), ubatch))
 
 
 def _apply_maintenance(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
-    """Commit the plan of an update or a defrag if the plan is current."""
     return merge(*plan.commit(table, buffers, plan.is_current(table)))
 
 

@@ -17,7 +17,7 @@ OPTIONS = ("scale", "softcap", "sinks")
 """Options of `attend` that a model may pass to its attention function."""
 NO_EFFECT = ("mask", "is_causal", "deterministic", "broadcast_dropout", "dropout_rng", "dtype")
 NO_EFFECT += ("precision", "module", "implementation")
-"""Ignored options of `flax` and `jax.nn`: the mask is that of the cache, and dropout is off."""
+"""Ignored options of `flax` and `jax.nn`; the cache determines the mask, and dropout is off."""
 
 
 class AttentionLayers:
@@ -26,8 +26,8 @@ class AttentionLayers:
     Pass the object as the attention function of `nnx.MultiHeadAttention`, of Linen's
     `MultiHeadDotProductAttention`, or of any model that calls a function of q, k and v. Each call
     attends in the next layer of the cache. To choose a layer, index the object. The model must
-    apply its rope to queries and keys. The mask of the model is ignored, since a token attends to
-    the visible cells of its sequences.
+    apply its rope to queries and keys. The mask that the model passes is ignored: the cache
+    determines the mask.
 
     Inside of `jax.checkpoint` or a scan, call `attend` in place of the object.
 
@@ -89,12 +89,12 @@ class AttentionLayers:
         return self._attend(self._layers[len(self._called)], q, k, v, **options)
 
     def __getitem__(self, layer: int) -> Callable[..., Float[Array, "R T H Dv"]]:
-        """Return the attention function of one layer, by layer number."""
+        """Return the attention function of the layer with this number."""
         return partial(self._attend, layer)
 
     @property
     def cache(self) -> Cache:
-        """The cache after all layers."""
+        """The cache after all layers were called."""
         if missing := [layer for layer in self._layers if layer not in self._called]:
             remedy = "call the function in each layer, or attend in a scan"
             if not self._called:
@@ -116,7 +116,6 @@ class AttentionLayers:
         dropout_rate: float = 0.0,
         **options: Any,
     ) -> Float[Array, "R T H Dv"]:
-        """Call `attend` for a layer; raise at a second call for the layer."""
         if layer in self._called:
             raise ValueError(
                 f"expected one call for each layer, got a second one for layer {layer}; give each "

@@ -1,7 +1,7 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-The bounds `p0` and `p1` of a range have the same meaning in all edits; see `seq_rm`. A ubatch that
-was planned before an edit of one of its streams is stale after the edit.
+The bounds `p0` and `p1` of a range have the same meaning in all edits; see `seq_rm`. An edit makes
+ubatches stale that were planned earlier for the edited stream.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def seq_cp(
 
     Within a stream, the copy shares the cells of the range and copies no buffer. A target in the
     stream of `src` keeps its own tokens, so first call `seq_rm` for the target and the range. A
-    copy to another stream copies keys and values, and replaces all old tokens of the target. For
-    several targets in one other stream, keys and values are copied once. Recurrent states and the
-    encoder source of a target are replaced, unless the range is empty. Repeating a copy has no
+    copy to another stream copies keys and values, and replaces all old tokens of the target. If
+    several targets are in one other stream, keys and values are copied once. Recurrent states and
+    the encoder source of a target are replaced, unless the range is empty. A repeated copy has no
     effect.
 
-    - `ok` is False if 1 < S < Q, and the stream of a target has too few free cells.
+    - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
     - `ok` is False if no recurrent state is stored at the end of the range.
     - `ok` is False if the next token of a target would attend to an evicted cell.
 
@@ -122,7 +122,7 @@ def seq_cp(
       dst: sequence id of the target, or a list of ids. Traced ids out of range have no effect.
       p0: first position to copy; -1 means 0. A traced bound below -1 sets `ok` to False.
       p1: one past the last position to copy; None or -1 means no end.
-      donate: Outside of `jit`, True lets a copy to another stream reuse the buffers of the input
+      donate: If True, a copy to another stream outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 
     Raises:
@@ -171,7 +171,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
         be its own parent.
       sequences: distinct ids of the sequences to replace. A sequence is unchanged if its id, or the
         id of its parent, is traced and out of range. If a traced id occurs twice in `sequences`,
-        the later parent is copied.
+        its second parent is copied.
       donate: see `seq_cp`.
 
     Raises:
@@ -179,7 +179,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       ValueError: If a concrete id to replace is repeated, or a concrete id is not from 0 to Q - 1.
 
     Examples:
-      Sequence 1 becomes the parent of both sequences; the old cells of sequence 0 are free:
+      Both sequences become copies of sequence 1, so the old cells of sequence 0 are free:
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=2)
@@ -344,7 +344,6 @@ _clear = jit_method(CacheTable.clear)
 
 
 def _are_bounds(start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether both bounds of a range are at least -1."""
     return (start >= -1) & (stop >= -1)
 
 
@@ -354,7 +353,7 @@ def _edit_range(
     seq: Int32[Array, ""],
     *args: Int32[Array, ""],
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Edit a range of a sequence; if a bound is below -1, return the old table and False."""
+    """Call `edit`; if a bound is below -1, leave the table unchanged and return False."""
     are_bounds = _are_bounds(*args[:2])
     edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
     return edited, ok & are_bounds
@@ -362,8 +361,6 @@ def _edit_range(
 
 @jit_table
 def _remove_ranges(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array, "*n"]]:
-    """Remove ranges in order."""
-
     def remove(table: CacheTable, cut: list) -> tuple[CacheTable, Bool[Array, ""]]:
         return _edit_range(table.seq_rm, table.spec, *cut)
 
@@ -390,7 +387,6 @@ def _copy_sequences(
     dst: Int32[Array, "*n"],
     *bounds: Int32[Array, ""],
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Call `CacheTable.seq_cp` if possible; return the next cache and the flag `ok`."""
     ok, _ = table.can_seq_cp(src, dst, *bounds)
     ok &= _are_bounds(*bounds)
     dst = jnp.where(ok, dst, table.spec.sequences)
@@ -404,7 +400,6 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 @jit_table
 def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table after `CacheTable.seq_keep`, and the flag True."""
     return table.seq_keep(seq), jnp.array(True)
 
 
@@ -412,7 +407,6 @@ def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Ar
 def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Call `CacheTable.seq_select` without buffers; return the table and the flag True."""
     table, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
     return table, jnp.array(True)
 
@@ -420,7 +414,6 @@ def _select_within_streams(
 def _select_sequences(
     table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Call `CacheTable.seq_select` if possible; return the next cache and the flag `ok`."""
     parents, ids = mask_unchanged_targets(table.spec, parents, ids)
     ok = table.can_seq_select(parents, ids)
     ids = jnp.where(ok, ids, table.spec.sequences)
@@ -434,7 +427,6 @@ _select_buffers_donated = jit_table(_select_sequences, donate_argnames="buffers"
 def _check_parents(
     table: CacheTable, parents: Ids, sequences: Ids
 ) -> tuple[Int32[ArrayLike, " n"], Int32[ArrayLike, " n"]]:
-    """Return ids of parents and targets as int32; raise the errors that `seq_select` documents."""
     ids = table.spec.sequence_ids(parents), table.spec.sequence_ids(sequences)
     if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
         raise ValueError(

@@ -42,8 +42,8 @@ def attend(
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write keys and values of a ubatch into a layer, and attend to the visible cells.
 
-    A token attends to cells of its sequences, within the window of the layer, at positions up to
-    the position of the token.
+    A token attends to cells of its sequences, at positions in the window of the layer and not after
+    its own position.
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
@@ -62,12 +62,12 @@ def attend(
         -inf hides a cell from a head. Other values below -1.7e38 count as -1.7e38. NaN or inf makes
         the output of the head NaN. The bias is an array or a function:
 
-        - An array of floats with four dimensions that broadcast to `[R, T, H, N]`, with cells in
+        - An array of floats that has four dimensions and broadcasts to `[R, T, H, N]`. Cells are in
           the order of `read_kv`.
-        - A function of three int32 arrays: query positions, current cell positions and head
-          numbers. The arrays and the result have four dimensions that broadcast to `[P, H, T, N]`.
-          The function is static and hashed, so define it once. Pass weights of the bias as leaves
-          of a function that is a pytree, such as a `jax.tree_util.Partial`.
+        - A function of three int32 arrays: query positions, cell positions and head numbers. The
+          arrays and the result have four dimensions that broadcast to `[P, H, T, N]`. The function
+          is static and hashed, so define it once. Pass weights of the bias as leaves of a function
+          that is a pytree, such as a `jax.tree_util.Partial`.
 
       causal: If False, tokens also attend to later tokens of the ubatch; only a symmetric window
         limits how far ahead a token attends. The output of a token is NaN if the token would attend
@@ -87,14 +87,14 @@ def attend(
         query heads that read this key or value. Other outputs are unaffected.
       - If the ubatch is stale for a stream, or not applied, nothing is written to the stream, and
         the output rows of the stream are NaN.
-      - If a ubatch of a stream did not write the layer, all output rows of the stream are NaN, for
-        this ubatch and for later ones. To recover, `rewind` to a table from before the ubatch, or
+      - If the layer has not written an applied ubatch, all output rows of the ubatch's streams are
+        NaN, also in later ubatches. To recover, `rewind` to a table from before the ubatch, or
         remove all tokens of the stream.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
-      ValueError: If the ubatch already wrote the layer in the same trace, and the layer number is
-        static. Outside of `jit`, a second write raises no error and replaces the first write.
+      ValueError: If the layer number is static, and the ubatch was already written to the layer in
+        the same trace. Outside of `jit`, a second write replaces the first one.
       ValueError: If the ubatch was planned for a cache with another `TableSpec`, or the buffers
         were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
@@ -158,7 +158,7 @@ def write_kv(
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
     arguments and errors of `write_kv` are those of `attend`. Nothing is written for padding, or for
     a ubatch that is refused, stale or not applied. If the key or the value of a token in a head is
-    not finite in the dtype of the buffers, the key is stored as NaN and the value as zero.
+    not finite in the dtype of the buffers, NaN is stored as the key and zero as the value.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -189,22 +189,21 @@ def read_kv(
     """Return keys, values and mask of a layer for the tokens of a ubatch.
 
     `read_kv` groups the tokens of the ubatch into P lists, each in one stream. For each list, the
-    keys and values of all cells of the stream are returned. If S is 1, or if row r of the ubatch is
-    sequence r, a list contains all rows of a stream; otherwise each row is a list. Reshape queries
-    and their positions to `[P, T, ...]`; P and T are the first two sizes of the mask. Arguments and
-    errors are those of `attend`.
+    result has the keys and values of all cells of the list's stream. If S is 1, or if row r of the
+    ubatch is sequence r, a list contains all rows of a stream; otherwise each row is a list.
+    Reshape queries and their positions to `[P, T, ...]`; P and T are the first two sizes of the
+    mask. Arguments and errors are those of `attend`.
 
     Returns:
       Keys, values, mask and positions of the cells, see `KVView`.
 
-      - Values are finite. If the key or the value of a token in a head was not finite, this key is
-        NaN.
+      - Values are finite. A key is NaN if the key or its value was not finite when written.
       - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
-        product or a sum. For derivatives, first replace these masked keys by zeros.
+        product or a sum. For derivatives, first set keys to zero that are masked for all tokens.
       - Unless the ubatch is stale, the mask is False for padding and for tokens of a refused plan.
       - If the ubatch is stale for a stream, or not applied, all mask entries of the stream are
-        True, and all its keys are NaN. All keys of a list are also NaN if the layer was not
-        written, or if a token of the list attends to later tokens that are not written
+        True, and all keys of the stream are NaN. All keys of a list are also NaN if the layer was
+        not written, or if a token of the list attends to later tokens that are not written
         (`causal=False`, `visible_until`).
 
     Examples:
@@ -306,7 +305,7 @@ def write_states(
 
 
 def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
-    """Record in the cache that a ubatch wrote a layer; while tracing, raise at a second write."""
+    """While tracing, record that a layer wrote a ubatch, and raise ValueError at a second write."""
     if not isinstance(layer, int) or not is_traced(cache.table):
         return cache
     last, layers = cache.written or (None, frozenset())
@@ -320,7 +319,7 @@ def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -
 
 
 def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
-    """Return the number of a layer, which may be traced if the cache is stacked."""
+    """Return the number as an int; if the cache is stacked, it may also be a traced int32."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return static_layer_number(layer)
     if jnp.shape(layer):

@@ -52,14 +52,14 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     Args:
       cache: any cache.
       max_moves: largest number of runs of neighbouring cells to move in each stream; None means no
-        limit. With tiled placement, the last tile is moved completely, even beyond the limit. The
+        limit. With tiled placement, the last moved tile is completed even beyond the limit. The
         final order of cells, after repeated plans, is the same for every `max_moves`.
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
-      the number of cells to move. For attention, the plan has the fields `source`, `destination`
-      and `length`, `[S, n]` int32. Each run of cells to move has an entry: its first cell, the cell
-      to which this cell moves, and the number of cells. Unused entries have length 0.
+      the number of cells to move. For attention, the plan has three arrays `[S, n]` int32 with an
+      entry for each run of cells to move: `source`, the first cell of the run; `destination`, the
+      new index of this cell; `length`, the number of cells. Unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -91,7 +91,7 @@ def compact(
 ) -> EditResult:
     """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
-    If a batch is given, the rotation and the defrag each run only if the batch does not fit yet.
+    If a batch is given, the rotation and the defrag are skipped as soon as the batch fits.
 
     Args:
       cache: any cache.
@@ -145,9 +145,9 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     `ok` is False, the later cache is returned. After `rewind`, plans that were made for later
     tables are stale.
 
-    Cells are compared by hashes of the steps and edits that led to them. A removed and rewritten
-    cell counts as overwritten, even with the same token. Two equal steps from the same cache have
-    equal hashes, even if the model parameters differ.
+    Cells are compared by hashes, which depend on all earlier steps and edits of a stream. A removed
+    and rewritten cell counts as overwritten, even with the same token. Two equal steps from the
+    same cache have equal hashes, even if the model parameters differ.
 
     Args:
       cache: the later cache.
@@ -175,6 +175,5 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
 @jit_table
 def _rewind(table: CacheTable, earlier: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the earlier table and True if it can be restored, else the later table and False."""
     back, ok = table.rewind(earlier)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, table), ok

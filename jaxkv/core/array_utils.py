@@ -30,7 +30,7 @@ def nbytes(tree: PyTree) -> int:
 
 
 def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the end of a range of positions; END if the given end is negative."""
+    """Replace a negative end of a range of positions by END."""
     return jnp.where(stop < 0, END, stop)
 
 

@@ -12,11 +12,12 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
-    """Build a program for the given functions, or return the program that was built before.
+    """Build a program for the given functions, or return the program that was built earlier.
 
     Two bound methods with the same function and object have the same program. The argument `build`
-    gets weak references, so the caller must keep the functions alive while the program runs.
-    Raises a TypeError if a function is not callable, or does not support weak references.
+    is called with a getter of each function. The getters have weak references, so the caller must
+    keep the functions alive while the program runs. Raises a TypeError if a function is not
+    callable, or does not support weak references.
     """
     for function in functions:
         if not callable(function):

@@ -6,7 +6,7 @@ EMPTY = -1
 """Position of an empty cell, and last position of an empty sequence."""
 
 END = np.iinfo(np.int32).max
-"""One past the largest position; also the end of a range of positions that has no end."""
+"""One past the largest position; also the end of an unlimited range of positions."""
 
 NO_SLOT = np.iinfo(np.int32).max
 """Batch index of padding in a row."""

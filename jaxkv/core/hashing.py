@@ -27,12 +27,12 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return new hashes of overwritten cells, from the old hashes and the hashes of new tokens."""
+    """Return the hashes of overwritten cells, from old hashes and the hashes of new tokens."""
     return mix(old + mix(new + 1))
 
 
 def sum_hashes(*numbers: jax.Array) -> jax.Array:
-    """Combine several hashes elementwise into one uint32, independent of the order of hashes."""
+    """Combine several hash arrays elementwise into a uint32 array, regardless of order."""
     # A reduction is used because compilers would repeat elementwise operations in each layer.
     return jnp.sum(mix(jnp.stack(numbers)), axis=0, dtype=jnp.uint32)
 

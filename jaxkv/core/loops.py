@@ -12,7 +12,7 @@ X = TypeVar("X")
 
 
 def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
-    """Run `step` `count` times, as `jax.lax.fori_loop` does; differentiable in `carry`.
+    """Run a step `count` times, as `jax.lax.fori_loop` does, but differentiably in `carry`.
 
     The derivative always runs `limit` steps, so `step` must return the carry unchanged if the index
     is `count` or more. Pass traced arrays of an enclosing function in `args`.

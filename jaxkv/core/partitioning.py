@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Partitioned(ABC):
-    """Base class of pytrees that define how a mesh splits their arrays; `jit_table` uses it."""
+    """Base class of pytrees that define how a mesh splits their arrays."""
 
     @abstractmethod
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
@@ -90,7 +90,7 @@ class ShardingRules:
         return cls(**{field.name: found.get(field.name) for field in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes of a field as a tuple."""
+        """Return the mesh axes that are the value of a field, as a tuple."""
         axis = getattr(self, name)
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
@@ -132,11 +132,11 @@ class ShardingRules:
         return found
 
     def present(self, mesh: AnyMesh, name: str) -> tuple[str, ...]:
-        """Return the mesh axes of a field that have more than one device."""
+        """Return the mesh axes of a field, without axes of a single device."""
         return tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
 
     def devices(self, mesh: AnyMesh, name: str) -> int:
-        """Return the number of devices that split a field; 1 if no axis splits the field."""
+        """Return the number of devices that split a dimension; 1 if the dimension is not split."""
         return prod(mesh.shape[axis] for axis in self.present(mesh, name))
 
 
@@ -184,8 +184,6 @@ def map_shards(
         return run
 
     def reshard_arguments(*args: PyTree) -> R:
-        """Reshard arguments to the given specs, as explicit mesh axes require."""
-
         def reshard_argument(spec: P, arg: PyTree) -> PyTree:
             return jax.tree.map(
                 lambda x: jax.sharding.reshard(x, keep_explicit_axes(spec, mesh)), arg
@@ -199,7 +197,7 @@ def map_shards(
 
 
 def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
-    """Remove the mesh axes that are not explicit from `spec`, as array types require.
+    """Remove mesh axes that are not explicit from `spec`; array types have explicit axes only.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
@@ -223,7 +221,7 @@ def first_local_index(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, "
 def to_local_index(
     index: Int32[Array, "*n"], axes: tuple[str, ...], count: int
 ) -> tuple[Int32[Array, "*n"], PyTree[Bool[Array, "*n"] | bool]]:
-    """Return indices in a shard (0 for indices outside), and whether each index is in the shard."""
+    """Convert global indices to indices in a shard, 0 if outside; also return which are inside."""
     if not axes:
         return index, True
     local = index - first_local_index(axes, count)
@@ -257,7 +255,6 @@ def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _sum_bits(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Do the work of `broadcast_from_owner` for an array of numbers."""
     # Bits are summed instead of floats, since -0.0 + 0.0 is 0.0. Bits have no derivative.
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jax.lax.complex(_sum_bits(x.real, axes), _sum_bits(x.imag, axes))
@@ -274,7 +271,7 @@ def _sum_bits_derivative(axes: tuple[str, ...], primals: tuple, tangents: tuple)
 
 
 def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return the current mesh if it splits caches with `sharding_rules`; otherwise None."""
+    """Return the current mesh; None without a mesh, without rules, or inside of a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     # Inside of a caller's `shard_map`, the cache is a shard already.
     return (
@@ -283,7 +280,6 @@ def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
 
 
 def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return `current_mesh`; raise a ValueError if rules are given and no mesh is set."""
     if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
             f"expected a mesh for a cache with {sharding_rules}, got none; call it inside of "

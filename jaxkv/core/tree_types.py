@@ -1,4 +1,4 @@
-"""Pytrees that carry their node types, since JAX does not compare the classes of dataclasses."""
+"""Pytrees with static node types, since JAX compares trees without the classes of dataclasses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

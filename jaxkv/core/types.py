@@ -1,4 +1,4 @@
-"""Types for annotations; the docstring of the package `jaxkv` explains the letters of shapes."""
+"""Types for annotations. For the letters of shapes, see the docstring of `jaxkv`."""
 
 from collections.abc import Sequence
 

@@ -33,7 +33,7 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
 
 
 def check_number(value: PyTree, name: str) -> float:
-    """Return a number as a float; raise a TypeError if it is traced or not a number."""
+    """Convert an argument to a float; raise a TypeError if it is traced or not a number."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -45,7 +45,7 @@ def check_number(value: PyTree, name: str) -> float:
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
-    """Raise a ValueError for a shape of 2**60 elements or more, for which XLA would abort.
+    """Raise a ValueError for a shape of 2**60 elements or more, since XLA would abort.
 
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
@@ -70,7 +70,7 @@ def check_int32(
 
     Traced integers are clipped to `[low - 1, high + 1]` if int32 permits, so an invalid integer
     never becomes valid. Raises a TypeError for values that are not integers. Raises a ValueError
-    with advice for an untraced integer out of bounds, and for lists of different lengths.
+    for lists of different lengths, and, with `advice`, for an untraced integer out of bounds.
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)
@@ -143,7 +143,7 @@ def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[In
 def check_bool(
     value: PyTree, name: str, *, or_integers: bool = True
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
-    """Return an argument of flags as bools; raise a TypeError for values that are not flags.
+    """Return flags as an array of bools; raise a TypeError for values that are not flags.
 
     JAX arrays stay on their device. If `or_integers` is True, untraced 0 and 1 count as flags.
     """
@@ -158,7 +158,7 @@ def check_bool(
 
 
 def _cast_to_int32(value: jax.Array, low: int, high: int) -> jax.Array:
-    """Cast traced integers to int32, after clipping to `[low - 1, high + 1]`."""
+    """Clip integers to `[low - 1, high + 1]`, and cast them to int32."""
     span = jnp.iinfo(value.dtype)
     int32 = np.iinfo(np.int32)
     if span.max > int32.max:
