@@ -347,7 +347,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Convert a list with lists of ids to an array padded with -1; return other values unchanged."""
+    """Convert a list with lists of ids to an array padded with -1; return others unchanged."""
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -377,7 +377,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Split sets of ids `[..., n]` into the lowest ids, `[...]`, and an array of the others, or None."""
+    """Split sets of ids `[..., n]` into the lowest ids and the others; None without others."""
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
         return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None

@@ -42,25 +42,23 @@ _smallest = partial(reduce, jnp.minimum)
 
 
 def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
-    """Return the largest of the first positions in all parts; -1 if a part has no tokens."""
+    """Return the largest first position of the parts; -1 if a part has no tokens."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return which sequences fit in every part; all parts try sequences in the same order."""
+    """Return which sequences fit in every part; all parts admit sequences in the same order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
 
 def _with_part_tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
-    """Return the hybrid table with new tables of the parts."""
     return replace(table, parts=tuple(parts))
 
 
 def _combine_parts_and_buffers(
     table: HybridTable, pairs: list[tuple[PyTree, PyTree]]
 ) -> tuple[HybridTable, PyTree]:
-    """Return the hybrid table with new parts, and the buffers of all parts (or None)."""
     parts, buffers = zip(*pairs, strict=True)
     return replace(table, parts=parts), None if buffers[0] is None else buffers
 
@@ -68,9 +66,9 @@ def _combine_parts_and_buffers(
 def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the edited table and True if all parts are ok, else the old table and False.
+    """Return the edited table if all parts accept the edit, otherwise the old table.
 
-    The edit is also refused if `SequenceStatus.missing` becomes True for a sequence.
+    The edit is also refused if it makes `SequenceStatus.missing` True for a sequence.
     """
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
@@ -83,7 +81,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy with equal last positions, and these positions."""
+    """Return whether all parts can copy up to the same last positions, and these positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -91,7 +89,6 @@ def _combine_copy_answers(
 
 
 def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMaintenancePlan:
-    """Combine the plans of all parts into one plan."""
     return HybridMaintenancePlan(parts=tuple(plans), spec=table.spec)
 
 
@@ -116,7 +113,7 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method as `_make_parts_method` does, for a `rule` without the argument `table`."""
+    """Call `_make_parts_method` with a rule that does not take the argument `table`."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
@@ -187,8 +184,7 @@ class HybridMaintenancePlan(MaintenancePlan):
 class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
-    layers: For each part, a tuple with the model's number for each layer of the part. Static. A
-      model layer with both attention and recurrence is in two parts.
+    layers: For each part, a tuple with the number in the model of each layer of the part. Static.
     sharding_rules: Static mesh axes that split the cache; equal in all parts.
     """
 
@@ -275,7 +271,7 @@ class HybridTable(CacheTable):
         return 1 + max(layer for layers in self.layers for layer in layers)
 
     def check_buffers(self, buffers: tuple) -> None:
-        """Raise if there are not as many buffers as parts, or if buffers do not fit a part."""
+        """Raise unless `buffers` has an entry for each part that fits the table of the part."""
         if len(buffers) != len(self.parts):
             raise ValueError(
                 f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}; join the "
@@ -298,18 +294,17 @@ class HybridTable(CacheTable):
         )
 
     def _is_planned_part(self, part: CacheTable) -> bool:
-        """Return whether a plan stores its tokens in a part."""
+        """Return whether plans for this table store tokens in the part."""
         return not part.spec.is_cross_attention
 
     @property
     def _planned_parts(self) -> list[CacheTable]:
-        """Parts in which a plan stores its tokens."""
         return [part for part in self.parts if self._is_planned_part(part)]
 
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Compare last tokens in the first attention part, if any, otherwise in the first part."""
+        """Compare last tokens in the first attention part; if there is none, in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
@@ -354,7 +349,7 @@ class HybridTable(CacheTable):
         )
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
-        """Rewind all parts; return also whether all parts can be restored."""
+        """Rewind all parts; also return whether all parts can be restored."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)
@@ -385,7 +380,7 @@ class HybridTable(CacheTable):
         ]
 
     def _part_serving(self, verb: str, layer: int) -> tuple[int, int]:
-        """Return the entry of `_parts_serving`; raise ValueError unless there is exactly one."""
+        """Return the only entry of `_parts_serving`; raise ValueError for none or several."""
         found = self._parts_serving(verb, layer)
         if len(found) != 1:
             numbers = sorted({layer for layers in self.layers for layer in layers})
@@ -399,12 +394,11 @@ class HybridTable(CacheTable):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EncoderHybridTable(HybridTable):
-    """Hybrid table that only planners of encoder sources use; it is never stored in a cache."""
+    """Hybrid table that only planners of encoder sources use; no cache contains it."""
 
     of_sources: bool = field(default=True, metadata={"static": True})
 
     def _is_planned_part(self, part: CacheTable) -> bool:
-        """Return whether a plan stores encoder sources in a part."""
         return part.spec.is_cross_attention
 
 

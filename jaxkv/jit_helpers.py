@@ -107,7 +107,7 @@ def replicate(table: CacheTable, answers: PyTree) -> PyTree:
 
 
 def _output_partition_specs(out: PyTree, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
-    """Return a `PartitionSpec` for each output; outputs without a rule are replicated."""
+    """Return a `PartitionSpec` for each output; only `Partitioned` outputs can be split."""
 
     def spec_of_output(x: object) -> PyTree:
         return x.partition_by(sharding_rules, mesh) if isinstance(x, Partitioned) else P()

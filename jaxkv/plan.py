@@ -109,7 +109,7 @@ class Reason(IntEnum):
 
 
 class PlanRefusedError(RuntimeError):
-    """Error for a refused plan, or a snapshot without enough free cells. The cache is unchanged."""
+    """Error for a refused plan, or for a snapshot without enough free cells. No cache changes."""
 
 
 @jax.tree_util.register_dataclass

@@ -226,12 +226,11 @@ class NotGiven:
 NOT_GIVEN = NotGiven()
 
 
-# A program of many layers contains it once for each shape.
+# A program with many layers contains this function once for each shape.
 @partial(jax.jit, static_argnames="rope")
 def _rotate(
     rope: Rope, x: Float[Array | np.ndarray, "*n H D"], positions: Int[Array, "*n"]
 ) -> Float[Array, "*n H D"]:
-    """Implement `Rope.rotate`."""
     pairs = len(rope.frequencies)
     angles = jnp.expand_dims(_angles(positions, rope.frequencies), -2)  # [..., 1, pairs]
     # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.
@@ -250,8 +249,8 @@ def _angles(
     """Return the angle of each pair in float32, with full turns removed.
 
     A float32 product of position and frequency has an error of position * 2**-24. Frequencies are
-    therefore 64-bit integers, in units of 2**-64 turns. The int32 product of the position and
-    the upper 32 bits overflows by full turns only. The lower 32 bits add at most half a turn.
+    therefore 64-bit integers, in units of 2**-64 turns. An overflow of the int32 product of the
+    position and the upper 32 bits drops full turns only.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

@@ -46,7 +46,7 @@ class TableSpec:
 
     @property
     def has_shared_streams(self) -> bool:
-        """Whether 1 < S < Q; if True, a copy to another stream may find too few free cells."""
+        """Whether 1 < S < Q; if True, a copy to another stream needs free cells."""
         return 1 < self.streams < self.sequences
 
     @property
@@ -80,7 +80,7 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return True if `ids[i]` and `others[i]` are known to be in one stream for every i."""
+    """Return whether `ids[i]` and `others[i]` are in one stream for all i; False if unknown."""
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
@@ -135,7 +135,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
 
 
 def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
-    """Raise a ValueError with the `name` of an object if its spec is not the expected one."""
+    """Raise a ValueError if the two specs differ; `name` describes the object with `spec`."""
     if spec == expected_spec:
         return
     expected, actual = _flat_fields(expected_spec), _flat_fields(spec)

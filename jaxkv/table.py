@@ -98,7 +98,7 @@ class MaintenancePlan(Partitioned):
         """Apply the plan if `ok` is True, else return the table and buffers unchanged."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> P:
-        """Return one `PartitionSpec`, for all arrays of the plan, that splits the streams."""
+        """Return one `PartitionSpec` for all arrays of the plan; it splits the streams."""
         return P(sharding_rules.split(mesh, streams=self.spec.streams)["streams"])
 
 
@@ -142,7 +142,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table, and of the buffers if given."""
+        """Return a `PartitionSpec` for each array of the table, and of the buffers unless None."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
@@ -239,7 +239,7 @@ class CacheTable(Partitioned):
     ) -> Bool[np.ndarray, " S"]:
         """Return which streams have enough cells for sequences of the given `lengths`.
 
-        `lengths` are the largest numbers of tokens of the sequences. At most `at_once` tokens of a
+        `lengths` has the largest number of tokens of each sequence. At most `at_once` tokens of a
         stream are computed at once. With contiguous placement, the sequences may fit only after a
         defrag.
         """
@@ -409,7 +409,7 @@ class CacheTable(Partitioned):
         v: Float[Array, "R T K Dv"] | None = None,
         **options: object,
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values, if given, and attend; the options are those of `jaxkv.attend`."""
+        """Write keys and values unless they are None, and attend; for options see `attend`."""
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
@@ -434,7 +434,7 @@ class CacheTable(Partitioned):
 
     @assignable
     def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
-        """Return keys, values and mask for a ubatch; options are those of `jaxkv.read_kv`."""
+        """Return keys, values and mask for a ubatch; for options see `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
@@ -485,7 +485,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
 
 
 def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise TypeError unless `ubatch` is a `Ubatch`, ValueError if it has another spec."""
+    """Raise unless `ubatch` is a `Ubatch` that was planned for the spec of the table."""
     if not isinstance(ubatch, Ubatch):
         raise TypeError(
             f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}; pass one of "

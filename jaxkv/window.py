@@ -101,7 +101,7 @@ def max_lookback(window: Window) -> int:
 
 
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the lowest position that a token attends to; it is never lower for a later token.
+    """Return the lowest position that a token attends to; it never decreases with `position`.
 
     >>> [first_seen(x, jnp.int32(6)).item() for x in (None, Window.sliding(3), Window.chunked(4))]
     [0, 4, 4]

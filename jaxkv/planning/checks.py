@@ -1,7 +1,7 @@
-"""Checks of a batch before slots are chosen. A member is a token and one of its sequences.
+"""Checks of a batch before slots are chosen, for each pair of a token and one of its sequences.
 
-M, the number of members, is B, or B * n if tokens have up to n sequences. The argument `ids`
-is the sequence id of each member, Q for padding; `ranks` is from `layout.rank_in_sequence`.
+M, the number of pairs, is B, or B * n if tokens have up to n sequences. The argument `ids` is the
+sequence id of each pair, Q for padding; `ranks` is from `layout.rank_in_sequence`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PlanBuilder:
     reason: Reason of each sequence before slots are chosen.
     late: Reason of each sequence, including reasons found while slots are chosen.
     expected, actual: For each sequence, either positions or numbers of cells, see `Plan`.
-    demand, available: Number of cells that each sequence requires, and number available to it.
-    together: Whether each sequence is sure to fit once refused sequences are out of the batch.
+    demand, available: Number of cells that each sequence requires, and number that it can get.
+    together: Whether each sequence fits for certain in a batch without the refused sequences.
     """
 
     table: CacheTable
@@ -77,8 +77,8 @@ def check_batch(
         found = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, found)
     reason = jnp.where(foreign & (reason == Reason.OK), Reason.UNKNOWN_SEQUENCE, reason)
 
-    # Sequences already refused do not count against capacity. For a sequence that is out of cells,
-    # `actual` is the number of cells that were left.
+    # Refused sequences require no cells. If a sequence is out of cells, `actual` is the number of
+    # remaining cells.
     if batch.shared_with is None:
         fits, together, remaining = table.find_fitting_sequences(
             jnp.where(reason == Reason.OK, demand, 0)
@@ -104,7 +104,7 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """Set defaults: positions that continue each sequence, and an output for its last token."""
+    """By default, positions continue each sequence, and its last token has an output."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -186,11 +186,11 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
 def token_sequence_pairs(
     batch: Batch,
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Bool[ArrayLike, "*M"]]]:
-    """Return the sequence id of each member, and which members are not padding."""
+    """Return the sequence id of each pair of a token and a sequence, and which are not padding."""
     if batch.shared_with is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
-    # The first sequence counts as present even if its id is invalid: a later check reports it.
+    # The first id of a token counts even if it is invalid; a later check reports it.
     more = xp.pad(
         batch.shared_with >= 0, [*((0, 0),) * batch.valid.ndim, (1, 0)], constant_values=True
     )
@@ -201,17 +201,17 @@ def token_sequence_pairs(
 
 
 def repeat_per_sequence(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, " M"]:
-    """Repeat the value of each token for its members."""
+    """Repeat the value of each token for each of its sequences."""
     return x if batch.shared_with is None else jnp.repeat(x, batch.shared_with.shape[-1] + 1)
 
 
 def any_per_token(x: Bool[Array, " M"], batch: Batch) -> Bool[Array, " B"]:
-    """Return for each token whether the value of any of its members is True."""
+    """Return for each token whether `x` is True for any of its sequences."""
     return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
 
 
 def first_per_token(x: Shaped[Array, " M"], batch: Batch) -> Shaped[Array, " B"]:
-    """Return the value of the first member of each token."""
+    """Return for each token the value of its first sequence."""
     return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
 
 
@@ -221,9 +221,9 @@ def members_with_other_history(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return which members have another history than the first member of the same token.
+    """Return which sequences of a token differ from its first sequence in an earlier token.
 
-    The history of a member is the cells and the earlier batch tokens of its sequence.
+    Stored cells and earlier tokens of the batch are compared. Results are for pairs, `[M]`.
     """
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
@@ -246,12 +246,12 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest id that shares tokens with each sequence, and the cells of each id.
+    """Return the lowest id of the group of each sequence, and the cells that each group requires.
 
-    The cells of all sequences with the same lowest id count for this id.
+    Sequences that share their first token are a group. The cells of a group are counted at its
+    lowest id; other ids require 0 cells.
     """
-    # Sequences that share a token fit together or not at all, so the lowest sequence counts for
-    # all.
+    # The sequences of a group fit together or not at all.
     count = fits.shape[0]
     ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))
     ids = jnp.where(fits.at[ids].get(mode="fill", fill_value=False), ids, count)

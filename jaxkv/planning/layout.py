@@ -31,7 +31,7 @@ FEW = 8
 
 
 CHEAP = 64
-"""Number of slots up to which computing a ubatch is faster than compiling another shape."""
+"""Largest size of a ubatch that is computed faster than another shape is compiled."""
 
 
 def lay_out_batch(
@@ -86,7 +86,6 @@ def _most_outputs(spec: TableSpec, batch: Batch) -> int:
 def _lay_out_known_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree], int]:
-    """Implement `lay_out_batch` for a batch with concrete values."""
     batch, valid_index = _flat_batch(spec, batch)
     sequences = batch.sequences[valid_index]
     after = (
@@ -118,7 +117,7 @@ def _lay_out_known_batch(
 
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
-    """Return whether a batch needs the same number of cells for any cut into ubatches."""
+    """Return False for eviction or contiguous placement: required cells depend on the cut."""
     details = dict(spec.details)
     evicts = details.get("window") is not None and spec.ubatch_size is None
     contiguous = details.get("placement") == "contiguous"
@@ -167,7 +166,7 @@ def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """Add rows of padding up to a power of two, at most Q rows, so that few shapes occur."""
+    """Add rows of padding up to a power of two, at most Q rows, so that few shapes are compiled."""
     num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
         num_rows = max(min(num_rows, spec.sequences), len(part))
@@ -175,7 +174,6 @@ def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
 
 
 def _pad_batch(batch: Batch, size: int) -> Batch:
-    """Pad a flat batch with tokens that are not valid, up to a given number of tokens."""
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
@@ -287,9 +285,9 @@ def equal_split(
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
     A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Each row
-    takes as many tokens as the ubatch's shortest sequence has left, at most `ubatch_size` // R.
-    The argument `after` is the result of `preceding_tokens`. With `after`, a ubatch omits sequences
-    whose next token follows a token of a later ubatch. llama.cpp: `split_equal`.
+    takes as many tokens as the sequence with the fewest remaining tokens, at most `ubatch_size` //
+    R. The argument `after` is the result of `preceding_tokens`. If `after` is given, a ubatch omits
+    sequences whose next token follows a token of a later ubatch. llama.cpp: `split_equal`.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]
@@ -321,7 +319,6 @@ def equal_split(
 
 
 def _num_tokens_from_each(taking: list[np.ndarray], ubatch_size: int) -> int:
-    """Return the row length of a ubatch; `taking` has each sequence's remaining token indices."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 
 

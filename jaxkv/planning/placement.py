@@ -53,7 +53,7 @@ def place_ubatch(
     *,
     outputs: int,
 ) -> tuple[PlanBuilder, Ubatch]:
-    """Choose slots for a ubatch, and add it to a plan; for arguments see `plan_single_ubatch`."""
+    """Choose the slots of a ubatch, and update a plan; for arguments see `plan_single_ubatch`."""
     table, batch = builder.table, builder.batch
     index, mixed = _order_rows(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more
@@ -75,10 +75,10 @@ def place_ubatch(
 
 @jit_table
 def finish_plan(builder: PlanBuilder) -> Plan:
-    """Return the finished plan, without its ubatches."""
+    """Return the `Plan`, to which the caller adds the ubatches."""
     reason, late = builder.late, builder.late != builder.reason
     ok = jnp.all(reason == Reason.OK)
-    # Without the refused sequences, the others have enough cells, but perhaps in too short runs.
+    # The sequences that are not refused have enough cells, but perhaps in too short runs.
     is_fragmented = ~ok & (reason == Reason.OK) & ~builder.together
     reason = jnp.where(is_fragmented, Reason.FRAGMENTED, reason)
     return Plan(
@@ -167,7 +167,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
-    """Return the stream hash of each row; for a hybrid cache, the sum of the parts' hashes."""
+    """Return the mixed stream hash of each row; for a hybrid cache, the sum over all parts."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]

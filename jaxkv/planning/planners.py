@@ -175,7 +175,7 @@ def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> l
 
 
 def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
-    """Return `ubatch_size` or its default; raise if greater than the cache's `ubatch_size`."""
+    """Return `ubatch_size` or its default; raise if it exceeds the `ubatch_size` of the cache."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -189,7 +189,7 @@ def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
 
 @jit_table
 def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Apply `mask_slots` on the mesh of a table."""
+    """Call `mask_slots`; the argument `table` only determines the mesh."""
     del table
     return mask_slots(ok, ubatch)
 
@@ -327,7 +327,6 @@ def _lay_out_next_tokens(
 
 
 def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
-    """Implement `init_batch` for encoder sources."""
     table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
@@ -351,7 +350,7 @@ def _plan_empty_sequences(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     index: Int32[Array, "R T"],
 ) -> Plan:
-    """Plan a batch whose sequences must be empty; for arguments see `plan_single_ubatch`."""
+    """Plan a batch; a sequence that is not empty is refused with ENCODER_ALREADY_WRITTEN."""
     plan = plan_single_ubatch(table, batch, ranks, index, outputs=FEW)
     reason = jnp.where(
         plan.reason == Reason.NOT_CONTIGUOUS, Reason.ENCODER_ALREADY_WRITTEN, plan.reason

@@ -153,7 +153,7 @@ def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) 
 
 
 def _unreadable_value(dtype: jnp.dtype) -> float | int:
-    """Return the marker of an unusable state: NaN, the lowest integer, or False."""
+    """Return the value of a state that cannot be read: NaN, the lowest integer, or False."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False

@@ -94,7 +94,7 @@ def seq_select(
 def _assign_states(
     source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
-    """Copy the (position, cell) pairs of source sequences to target sequences."""
+    """Give targets the (position, cell) pairs of `src`; copy states between streams."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
         states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
@@ -114,7 +114,7 @@ def _copy_states(
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
     source = states.cell_hash.at[origin].get(mode="fill", fill_value=0)
-    # The cell has a new state, so its hash must differ from that of older tables.
+    # The cell has a new state, so older tables must have another hash for the cell.
     stamp = hash_overwritten_cells(
         states.cell_hash.at[where].get(mode="fill", fill_value=0), source
     )

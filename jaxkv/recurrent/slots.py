@@ -97,7 +97,7 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or are in a stream without edits since `apply`."""
+    """Return False for rows that have a slot in a stream that was edited after `apply`."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
@@ -118,7 +118,7 @@ def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
-    """Return the cells that a layer must still write; all other indices are out of range."""
+    """Return the cells that a layer has not written yet; other indices are past the last cell."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)

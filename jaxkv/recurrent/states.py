@@ -1,7 +1,7 @@
 """Table of a recurrent cache: positions and cells of the states of each sequence.
 
 Each sequence has a current state and up to E earlier states, listed as (position, cell) pairs.
-Edits within a stream do not copy states. For ranges and sequence ids see `jaxkv.kv.cells`.
+Edits within a stream do not copy states. For ranges and sequence ids see `CacheTable`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class States:
 
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
-    cell_hash: Hash of the last token of the state in each cell, see `jaxkv.core.hashing`.
-    content: Sum of the hashes of all tokens in the state of each cell, at unshifted positions.
-    holds: For each layer and cell, the `cell_hash` of the state that the layer has written there.
+    cell_hash: Hash of the state in each cell, that of its last token; see `jaxkv.core.hashing`.
+    content: For each cell, the sum of the hashes of all tokens in its state, at positions before
+      shifts.
+    holds: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
     shard_dims: (name, dimension, number of equal parts) of states that a mesh may split. Static.
     """
@@ -185,7 +186,7 @@ def seq_rm(
 
     A range without tokens has no effect. A range from 0 to the last token empties the sequence. A
     range from `start` to the last token requires a stored state at `start` - 1, which becomes the
-    current state. Other ranges are refused. If one sequence refuses, no sequence changes.
+    current state. Other ranges are refused. If it is refused for one sequence, no sequence changes.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -225,7 +226,7 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[T, Bool[Array, ""]]:
-    """Add `delta` to the positions of a range of a sequence; sequences that share cells move too.
+    """Add `delta` to the positions of a range of a sequence; a shared cell changes for all owners.
 
     If a position would reach END or become negative, the table is unchanged and `ok` is False. An
     earlier state is dropped if a later state ends up at the same or a lower position.
@@ -282,7 +283,7 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Set positions where `moves` is True; remove unordered pairs, and pairs with `drop` True."""
+    """Set positions where `moves` is True; then remove pairs out of order or with `drop` True."""
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
