@@ -348,6 +348,6 @@ def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
 
 
 def _choose_ticks(count: int) -> list[int]:
-    """Return which lines get a tick label: all lines if there are at most 12, else about eight."""
+    """Return the lines with a tick label: all of at most 12 lines, else about eight."""
     step = 1 if count <= 12 else -(-count // 8)
     return list(range(0, count, step))

@@ -25,8 +25,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Args:
       cache: any cache. If the cache is split over processes, every process must call `show`.
-      width: highest number of characters in a line; None for no limit. To fit into the width, a
-        column can show a run of cells; an additional first line then shows cell indices.
+      width: highest number of characters in a line; None for no limit. If columns of single cells
+        do not fit, columns show runs of cells, and an additional first line shows cell indices.
 
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a

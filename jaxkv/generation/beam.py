@@ -156,8 +156,8 @@ def beam(
     - The W best extensions without a stop token are the next beams.
     - Extensions with a stop token are finished if they are among the W best of all extensions.
 
-    Finished hypotheses and the beams of the last step are then ordered by normalised score, and the
-    result has the best W. Equal scores are ordered by beam, then by token. The search ends after n
+    The result has the W best of all finished hypotheses and beams of the last step, by normalised
+    score. Equal scores are ordered by beam, then by token. The search ends after n
     tokens, or when no further token of a beam can change the result. A refused plan (for example,
     no cell is free) or a logit of NaN or +inf also ends the search, with a `reason`.
 
@@ -338,7 +338,7 @@ def _trim_sequences(
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:
-    """Fork the longest cached prefix of each hypothesis, from any beam, into its sequence."""
+    """Replace beam sequence i by the longest cached prefix of hypothesis i, for all i."""
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]

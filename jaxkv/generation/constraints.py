@@ -42,8 +42,8 @@ class Constraint:
         """Return a sampler that samples only allowed tokens.
 
         If no token is allowed for a sequence, the sequence ends. The functions `allowed` and
-        `advance` must never raise: they also run for ended sequences and rejected draft tokens, and
-        `advance` runs with token 0 if no token is allowed. Results of such runs are discarded.
+        `advance` must never raise. Loops also call these functions for ended sequences and rejected
+        draft tokens, and discard the results. If no token is allowed, `advance` gets token 0.
 
         Args:
           sampler: Sampler that chooses among the allowed tokens.
@@ -165,7 +165,7 @@ def check_constraint(constraint: object) -> Constraint:
 
 
 def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
-    """Return the checked `constraint_state` of a request as NumPy arrays; None for None."""
+    """Return the checked `constraint_state` of a request as NumPy arrays, or None."""
     if state is None:
         return None
     if constraint is None:

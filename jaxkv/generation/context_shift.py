@@ -31,7 +31,7 @@ def context_shift(
     """Remove tokens of a sequence, and move later tokens to lower positions.
 
     Tokens at positions 0 to `num_keep - 1`, such as a system prompt or attention sinks, stay. The
-    next `num_discard` tokens are removed. The positions of later tokens are reduced by
+    `num_discard` tokens after the kept tokens are removed. Positions of later tokens are reduced by
     `num_discard`. The keys of later tokens are rotated, not recomputed: above the first layer, keys
     and values still depend on the removed tokens.
 

@@ -72,7 +72,7 @@ def adjust_logits(
 
 
 def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
-    """Return whether each row of logits has a logit of NaN or +inf."""
+    """Return which rows of logits contain NaN or +inf."""
     return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 

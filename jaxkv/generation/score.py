@@ -45,7 +45,7 @@ def score(
 
     Each prompt is computed once for all texts that follow the prompt. Common prefixes of concrete
     prompts are also computed once. Without prompts, common prefixes of concrete texts are computed
-    once. A prompt or text has at most 3 common prefixes. Their lengths are at least 16, and differ
+    once. A prompt or text shares at most 3 prefixes, with lengths that are at least 16 and differ
     by at least 16. Lengths of lists are rounded up, so that similar calls share a compiled program.
 
     Args:
@@ -61,10 +61,10 @@ def score(
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
-      Log-probabilities in float32. Padding has 0, and so has the first token of a text without a
-      prompt. A token has NaN if its logits contain NaN or +inf. If texts or prompts are traced,
-      tokens past the vocabulary and texts with an empty prompt also have NaN. If `texts` are lists,
-      rows of the result can be longer than the longest text.
+      Log-probabilities in float32: 0 for padding, and for the first token of a text without a
+      prompt; NaN for a token whose logits contain NaN or +inf. If texts or prompts are traced, the
+      result is also NaN for tokens past the vocabulary, and for texts with an empty prompt. If
+      `texts` are lists, rows of the result can be longer than the longest text.
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
@@ -235,7 +235,7 @@ def _update_ends(
 
 
 def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
-    """Return the row of `logits` for each token; 0 for a token without logits."""
+    """Return the row of each token in the logits; 0 for a token without logits."""
     row = jnp.zeros(tokens.size, jnp.int32)
     return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
 

@@ -70,7 +70,7 @@ def make_decode_state(
     seed: Seeds,
     prompts: Prompts | None,
 ) -> DecodeState:
-    """Return the initial state; the sampler state is that after the prompts, before `tokens`."""
+    """Return the initial state, with a sampler state after the prompts and before `tokens`."""
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:

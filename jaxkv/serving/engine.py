@@ -47,15 +47,16 @@ class Engine:
     between steps.
 
     If the model function raises during tracing, the engine is unchanged. If a compiled program
-    fails or is interrupted, the cache is lost. Then `results` still returns ended requests, and
-    `tokens_of` the tokens of other requests. Methods that need the cache raise a RuntimeError.
+    fails or is interrupted, the cache is lost, and methods that need the cache raise a
+    RuntimeError. Without the cache, `results` still returns ended requests, and `tokens_of` the
+    tokens of other requests.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
       cache: A cache that is empty except for the sequences of `prefix_store`. The input cache is
         donated; `engine.cache` is the current cache.
-      stop_tokens: `[n]`. Tokens that end every request.
+      stop_tokens: `[n]`. Tokens that end any request.
       prefill_chunk: Maximum number of prompt tokens that are computed at once. A running request
         waits for at most one chunk between two tokens.
       tokens_per_step: Maximum number of tokens that a request generates before the CPU reads them.
@@ -72,7 +73,7 @@ class Engine:
         stored prefix of a prompt is not computed again. The tokens of ended requests and common
         prefixes of prompts are stored. If requests share a prefix of which more than 24 tokens are
         not stored, one request computes the prefix while the other requests wait. Before a request
-        waits for cells, the least recently used prompts are evicted.
+        waits for cells, the least recently used prompts of the store are evicted.
       prefix_store: An existing store, instead of `prefix_sequences`; for example a store with a
         limit of cells, or the store of an earlier engine.
 
@@ -365,7 +366,7 @@ class Engine:
 
     @contextmanager
     def _note_if_cut_short(self) -> Iterator[None]:
-        """Mark the cache as lost if the `with` block raises after it has replaced the cache."""
+        """Mark the cache as lost if the `with` block raises after a new cache was stored."""
         before = self._runner.cache
         try:
             yield

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EnginePrefixes:
-    """Prefix store of an engine, with edits of the cache; without a store, methods do nothing."""
+    """Optional prefix store of an engine; forks and stores prefixes in the cache of the engine."""
 
     def __init__(self, runner: ModelRunner, store: PrefixStore | None):
         self._runner, self.store = runner, store

@@ -123,7 +123,7 @@ class RequestState:
 
     @property
     def prefill_target(self) -> int:
-        """Value of `num_computed_tokens` at which a prefix is stored or the request can run."""
+        """Next value of `num_computed_tokens` at which a prefix is stored or the request runs."""
         return min(
             [cut for cut in self.branch_points if cut > self.num_computed_tokens]
             + [self.num_required_tokens]

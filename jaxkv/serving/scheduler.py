@@ -103,7 +103,7 @@ class Scheduler:
         insort(self._waiting, text, key=lambda text: text.id)
 
     def _free_sequences(self) -> list[int]:
-        """Return the lowest free sequence of each stream; streams without one are skipped."""
+        """Return the lowest free sequence of each stream with a free sequence."""
         free = [q for q, text in enumerate(self._placed) if not text]
         free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]

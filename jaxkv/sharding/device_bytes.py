@@ -53,7 +53,7 @@ class DeviceBytes:
         return self.table + self.buffers + self.params
 
     def check(self, room: int) -> DeviceBytes:
-        """Return self; raise a ValueError if `total` exceeds `room`, a device's memory in bytes."""
+        """Raise a ValueError if `total` exceeds `room`, the memory of a device in bytes."""
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
@@ -94,8 +94,7 @@ def device_bytes(
         fully on each device.
 
     Returns:
-      A `DeviceBytes`: the bytes on each device, the bytes that attention sends, and messages about
-      streams or heads that cannot be split and about uneven placements.
+      A `DeviceBytes`; messages describe uneven placements, and streams or heads that are not split.
 
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a

@@ -32,20 +32,20 @@ def fit_mesh(
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache; one axis must split the heads.
       surplus: use of the remaining devices if there are more devices than heads. "cells": the n
-        devices of a head split its cells; the number of cells must be a multiple of n, and the
+        devices of a head split the cells; the number of cells must be a multiple of n, and the
         placement `striped:n` fills the devices evenly. "replicate": the devices of a head store
         copies of this head. "refuse": raise a ValueError.
 
     Returns:
       The new mesh and rules. The mesh axis of heads becomes two axes; the second is named "cells"
       or "copies". Mesh and rules are unchanged if every layer has one head, or a number of heads
-      that is a multiple of the number of devices on this axis. Recurrent states are ignored.
+      that the number of devices on the axis of heads divides. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.
       ValueError: If the mesh must change, and `surplus` is "refuse".
-      ValueError: If the mesh must change, but several axes split the heads, or the name of the new
-        axis is already in use.
+      ValueError: If the mesh must change, and several axes split the heads.
+      ValueError: If the mesh must change, and the name of the new axis is already in use.
 
     Examples:
       >>> mesh = jax.make_mesh((4,), ("tensor",))

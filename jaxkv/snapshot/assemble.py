@@ -142,7 +142,7 @@ def list_sequences(spec: TableSpec, sequences: int | Sequence[int]) -> list[int]
 
 
 def check_saveable(cache: Cache) -> None:
-    """Raise a TypeError or ValueError unless an object is one concrete cache on one device."""
+    """Raise unless an object is a single concrete cache on one device."""
     table, buffers = split(cache)
     if table.sharding_rules is not None or not is_concrete(cache):
         found = (

@@ -62,7 +62,7 @@ def write_cells(
 def _iterate_chunks(
     streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
 ) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
-    """Yield the slice of each chunk in the list of cells, and padded stream and cell indices."""
+    """Yield the index slice of each chunk, with padded stream and cell indices."""
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
         stream, cell = np.zeros(size, np.int32), MAX_CELLS + np.arange(size, dtype=np.int32)

@@ -74,7 +74,7 @@ class SnapshotFile:
 def write_file(
     path: str | os.PathLike, description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a snapshot to a temporary file next to `path`, then rename this file to `path`."""
+    """Write a snapshot to a temporary file next to `path`, then rename the file to `path`."""
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"expected a folder {path.parent} for {path}, got none; make it")

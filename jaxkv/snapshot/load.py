@@ -92,16 +92,16 @@ def load(
 
     A new cache has the sizes of the saved cache, and tokens in the saved cells. The new cache has
     the default `heads_per_row` of the platform. If the saved cache has the same `heads_per_row`,
-    both caches give bit-identical results. For the new cache, a ubatch planned for the saved cache
-    is stale in streams with saved tokens.
+    both caches give bit-identical results. A ubatch that was planned for the saved cache is stale
+    for the new cache if a stream of the ubatch has saved tokens.
 
-    If `into` is a cache, the saved sequences replace sequences of that cache. The two caches may
-    differ in numbers of cells, sequences and streams, and in placement. Free cells are
-    chosen as for the tokens of a batch. With tiled placement, the saved cells first fill empty
-    tiles, in saved order. Evictable cells may be reused. Saved sequences that share cells share
-    cells again if their targets are in one stream. If the existing cache stores fewer states for
-    each sequence, only the newest states are loaded. If the snapshot is damaged or does not fit,
-    the existing cache is unchanged.
+    If `into` is a cache, the saved sequences replace sequences of that cache. The saved and the
+    existing cache may differ in numbers of cells, sequences and streams, and in placement. Free
+    cells are chosen as for the tokens of a batch. With tiled placement, the saved cells first fill
+    empty tiles, in saved order. Evictable cells may be reused. Saved sequences that share cells
+    share cells again if their targets are in one stream. If the existing cache stores fewer states
+    of a sequence than the snapshot, only the newest states are loaded. If the snapshot is damaged
+    or does not fit, the existing cache is unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.
@@ -119,8 +119,8 @@ def load(
     Raises:
       ImportError: If the package safetensors is not installed.
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
-      PlanRefusedError: If a stream has too few free cells, or with contiguous placement only runs
-        of free cells that are too short.
+      PlanRefusedError: If a stream has too few free cells; with contiguous placement, also if runs
+        of free cells are too short.
       TypeError: If a compared `model_id` is not a JSON value, or the existing cache has shapes
         only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.

@@ -101,7 +101,7 @@ class Part(ABC, Generic[T, B, D]):
     def saved_shapes(
         table: T, buffers: B, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return shapes as `extract_sequences` does, for `count` cells and `saved` sequences."""
+        """Return the shapes of saved arrays, for `count` cells or states of `saved` sequences."""
 
     @staticmethod
     @abstractmethod

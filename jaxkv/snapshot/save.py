@@ -36,7 +36,7 @@ def save(
 
     Args:
       cache: cache on one device.
-      path: path of the file, by default None to return bytes. An existing file is replaced, and
+      path: path of the file; by default, `save` returns bytes. An existing file is replaced, and
         links are followed.
       sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
       tokens: token ids by sequence id, returned by `inspect`. A cache itself stores no tokens.
@@ -48,7 +48,7 @@ def save(
 
     Raises:
       ImportError: If the package safetensors is not installed.
-      OSError: If writing fails, for example on a full disk. An earlier file is then unchanged.
+      OSError: If writing fails, for example on a full disk. An earlier file is unchanged.
       OSError: If the path is a folder or a device, or the folder of the path does not exist.
       TypeError: If `model_id` or `notes` is not a JSON value, or `tokens` is not a mapping.
       TypeError: If sequence ids or tokens are not integers, or the cache has shapes only.

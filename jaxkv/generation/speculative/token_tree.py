@@ -29,7 +29,7 @@ class TreeNodes(NamedTuple):
     """Tokens that the branches of T sequences share.
 
     owns: `owns[t, i, j, m]` is True if tokens 0 to j are equal in branches i and m of sequence t.
-    first: True for a draft token that no earlier branch shares. Only first tokens are computed.
+    first: True for a draft token that is computed, since no earlier branch shares the token.
     """
 
     owns: Bool[Array, "T k n k"]
@@ -104,7 +104,7 @@ def plan_tree(
 
     The table is the result of `fork_branches`. Sequence ids ascend; a missing branch has the id Q.
     A sequence has 1 + k * n outputs: one for the last sampled token, then one for each draft token,
-    branch by branch. If branches share a token, only its output in the first branch is defined.
+    branch by branch. If branches share a token, only the output in the first branch is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)

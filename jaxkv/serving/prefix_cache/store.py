@@ -271,9 +271,9 @@ class PrefixStore:
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
-        Copies within a stream are compiled if the stream of the first store sequence has an empty
-        sequence that is not in the store. Copies between streams are compiled if another stream has
-        such a sequence.
+        To compile copies within a stream, the stream of the first store sequence must have an empty
+        sequence outside of the store. To compile copies between streams, another stream must have
+        an empty sequence outside of the store.
 
         Args:
           cache: The cache of the store.
