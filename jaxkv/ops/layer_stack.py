@@ -44,11 +44,11 @@ class LayerView:
 
     @property
     def is_in_range(self) -> Bool[Array, " S"]:
-        """Whether the layer exists."""
+        """Whether `layer` is in `[0, L)`."""
         return (self.layer >= 0) & (self.layer < self.layers)
 
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return where streams of the layer are in `all`; past the end if no such layer exists.
+        """Return the indices of streams of the layer in `all`; past the end if it does not exist.
 
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()

@@ -27,7 +27,7 @@ class ValueSlice:
     last: int
 
     def slice_values(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
-        """Return the slice of keys, or of weighted sums of keys, that is the value."""
+        """Return the value slice of keys, or of weighted sums of keys."""
         return x[..., self.first : self.last]
 
     def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:

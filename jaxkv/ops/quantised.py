@@ -105,7 +105,7 @@ def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     if not isinstance(like, Quantised):
         return numbers
     numbers, dtype = jax.lax.stop_gradient(numbers), like.codes.dtype
-    # A product, because only some compilers replace a division by a constant by a product.
+    # A product is used, since only some compilers replace a division by a constant by a product.
     size = numbers.shape[-1]
     highest = [
         jnp.max(jnp.abs(numbers[..., group]), -1, keepdims=True) for group in scale_groups(size)
@@ -124,7 +124,7 @@ def compute_codes(
     is_positive = by > 0
     codes = jnp.where(is_positive, numbers, 0) / jnp.where(is_positive, by, 1)
     max_code = largest_code(dtype)
-    # A scale of very small numbers is rounded, so that a code may come out larger than the largest.
+    # A scale of very small numbers is rounded, so a code may exceed the largest code.
     codes = jnp.clip(jnp.round(codes) if is_integer_dtype(dtype) else codes, -max_code, max_code)
     return codes.astype(dtype)
 
@@ -135,7 +135,7 @@ def largest_code(dtype: jnp.dtype) -> float:
 
 
 def is_integer_dtype(dtype: jnp.dtype) -> bool:
-    """Return whether codes are integers."""
+    """Return whether codes of a dtype are integers."""
     return jnp.issubdtype(dtype, jnp.integer)
 
 

@@ -1,7 +1,8 @@
-"""Active tiles: tiles of cells with at least one visible cell, which a loop or a kernel reads.
+"""Active tiles, which have at least one visible cell: the tiles that a loop or a kernel reads.
 
-M is the number of pairs of a block of tokens and a tile. `ActiveTiles.tiles` lists all pairs, so
-its size is fixed, and new active tiles need no compilation. Tiles of `jaxkv.kv.tiles` are smaller.
+M is the number of pairs of a block of tokens and a tile. `ActiveTiles.tiles` lists all M pairs, so
+its size is fixed, and a change of the active tiles needs no compilation. Tiles of `jaxkv.kv.tiles`
+are smaller.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BLOCK = 256
 """Largest number of tokens of a block; the first blocks of a long prompt skip later tiles."""
 
 MASK = 1 << 22
-"""Largest number of (token, cell) pairs for which all layers share a stored mask, of 4 MB."""
+"""Largest number of (token, cell) pairs of a stored mask, which all layers share: 4 MB."""
 
 
 class ActiveTiles(NamedTuple):
@@ -36,7 +37,7 @@ class ActiveTiles(NamedTuple):
       there is a bias, `mask` is a `Visibility` with a list of tokens for each block.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
-    tiles: Pairs, as numbers block * (tiles of a stream) + tile. Active pairs come first, by block.
+    tiles: Pairs as numbers, block * (tiles of a stream) + tile. Active tiles come first, by block.
     starts: Index in `tiles` of each block's first active tile, then the number of active tiles.
     """
 
@@ -108,7 +109,7 @@ def find_active_tiles(
 
 
 def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
-    """Return a `Visibility` in which each list of tokens is cut into several lists."""
+    """Cut each list of tokens into `blocks` lists."""
     lists = visibility.streams.size * blocks
     return replace(
         visibility.slice_tokens(partial(split_into_blocks, blocks=blocks)),
@@ -118,7 +119,7 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return which cells a list attends to, `[P, N]`, and which tokens attend to any, `[P, T]`."""
+    """Return which cells each list attends to, `[P, N]`, and which tokens see a cell, `[P, T]`."""
     # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 
@@ -162,7 +163,7 @@ def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array,
 
 
 def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
-    """Join the b blocks of each of P lists in a partial softmax, and drop padding tokens."""
+    """Undo `split_into_blocks` for the partial softmax of P lists, and drop padding tokens."""
     sums = jax.tree.map(
         lambda x: _merge_array_blocks(x, lists, tokens, live.tokens_per_block), sums
     )

@@ -37,7 +37,7 @@ class PositionBias:
     """Bias function of positions, and the query heads for which it is called.
 
     function: The bias function as a pytree, with the types of the tree nodes.
-    heads: Indices of the query heads; on a mesh, of the query heads of the device.
+    heads: Indices of the query heads; on a mesh, only those of the device.
     """
 
     function: TreeWithTypes[Function]
@@ -46,7 +46,7 @@ class PositionBias:
     def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias for positions of tokens and positions of cells, with H heads or 1."""
+        """Return the bias for each token position and cell position, for H heads or 1 head."""
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])
@@ -101,7 +101,6 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
 def _check_fit(
     letters: str, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> None:
-    """Raise unless the bias `x` has a floating dtype and broadcasts to the given shape."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected a bias of floats, got {x.dtype}; cast it")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))

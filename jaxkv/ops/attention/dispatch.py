@@ -1,4 +1,4 @@
-"""Selection of an attention implementation; Pallas, a slow import, is imported when needed."""
+"""Selection of an attention implementation. Pallas is imported only when needed, to save time."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ options: Scale and softcap; an implementation ignores the sinks, which are added
 """
 
 HOPPER = ("H100", "H20", "H800")
-"""Substrings of the names of GPUs with the fast memory of an H100, including H200 and GH200.
+"""Substrings of the names of GPUs with as much fast memory as an H100, such as H200 and GH200.
 
-The compiler may reject the kernel for other GPUs, whose fast memory has space for fewer tiles.
+The compiler may reject the kernel for GPUs with less fast memory.
 """
 
 MAX_LOGIT_BYTES = 1 << 28
@@ -76,11 +76,11 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Attend with "whole" or "tiles", chosen by shapes, on platforms without a kernel."""
+    """Attend by "whole" or "tiles", depending on the shapes, where no kernel runs."""
     # The overhead of a loop with a data-dependent length is larger than the time to read hidden
     # cells. All cells are therefore read at once, unless logits need more bytes than keys and
-    # values (as for a prompt), or more than `MAX_LOGIT_BYTES`. Logits of a single token are not in
-    # memory.
+    # values (as for a prompt), or more than `MAX_LOGIT_BYTES`. Logits of a single token are never
+    # stored.
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes of a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     logit_bytes = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
@@ -99,7 +99,7 @@ def best_for_tpu(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the TPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
+    """Run the TPU kernel if it supports the arrays and is fast; else run `attend_by_shapes`."""
     from jaxkv.ops.attention import pallas_tpu
 
     # With several streams of one tile and one token each, no tile can be skipped or shared. One
@@ -144,13 +144,13 @@ def best_for_cuda(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the GPU kernel on GPUs on which it is fast; otherwise run `attend_by_shapes`."""
+    """Run `kernel_for_cuda` on GPUs named in `HOPPER`; otherwise run `attend_by_shapes`."""
     way = kernel_for_cuda if _is_hopper() else attend_by_shapes
     return way(q, k, v, visibility, options)
 
 
 def _is_hopper() -> bool:
-    """Return whether the abstract device, or each local GPU if none is set, matches `HOPPER`."""
+    """Return whether the abstract device matches `HOPPER`; if none is set, all local GPUs."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     try:
         devices = jax.local_devices(backend="cuda") if target is None else [target]
@@ -187,7 +187,7 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Return an implementation with derivatives and `vmap`, from a function for each platform."""
+    """Combine one function for each platform to an implementation with derivatives and `vmap`."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
@@ -324,7 +324,7 @@ def attention(
 def check_attention_arguments(
     q: Num[Array, "R T H D"], k: Stored, v: Stored, options: AttentionOptions
 ) -> None:
-    """Raise unless arguments match; the first dimension of `q` may differ from that of `k`."""
+    """Raise unless the shapes match; the first dimensions of `q` and `k` may differ."""
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(

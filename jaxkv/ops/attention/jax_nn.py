@@ -47,7 +47,7 @@ def cudnn(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` with cuDNN, for arrays of float16 or of bfloat16."""
+    """Call `jax.nn.dot_product_attention` with cuDNN; all arrays are float16, or all bfloat16."""
     if (
         isinstance(k, Quantised)
         or isinstance(v, Quantised)
@@ -87,9 +87,9 @@ def _call_jax_nn(
     if bias is not None:  # Cells that the bias hides are removed from the mask of each head.
         mask = mask & (bias != -jnp.inf)
         bias = jnp.where(mask, bias, 0)
-    # The kernel may add a mask to NaN logits, and derivatives multiply hidden keys by 0. Keys with
-    # NaN are therefore replaced by zeros, and their values, which may be slices of the keys, too. A
-    # token that attends to such a key gets NaN afterwards.
+    # The kernel may add a mask to NaN logits, and derivatives multiply hidden keys by 0. Zeros
+    # therefore replace keys with NaN, and the values of these keys (which may be slices of the
+    # keys). The output of a token that attends to such a key is set to NaN afterwards.
     broken = jnp.any(jnp.isnan(k), axis=3)  # [P, K, N]
     k, v = (jnp.where(broken[..., None], 0, x).swapaxes(1, 2) for x in (k, v))
     out, highest = jax.nn.dot_product_attention(

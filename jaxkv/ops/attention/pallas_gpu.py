@@ -1,6 +1,6 @@
 """Kernel for NVIDIA GPUs that reads each active tile once for all queries that attend to the tile.
 
-The active tiles of a block of tokens are split over J programs. Even one sequence then uses all
+The active tiles of a block of tokens are split over J programs, so that even one sequence uses all
 multiprocessors. A second kernel merges the partial softmaxes of the programs (flash-decoding).
 """
 
@@ -63,7 +63,7 @@ class KernelTiling(NamedTuple):
 
 
 def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTiling:
-    """Return the tiling that is fastest on an H100 for these shapes and fits into its registers."""
+    """Return the tiling that is fastest on an H100 for these shapes."""
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
@@ -84,7 +84,7 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
 
 
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
-    """Return whether products need float32 precision, because an array has the dtype float32."""
+    """Return whether an array is float32, so that products need float32 precision."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
@@ -221,10 +221,10 @@ def _kernel(
     layers: int,
     interpret: bool,
 ) -> None:
-    """Attend from a block of tokens to a program's part of the active tiles, for one key head.
+    """Attend from a block of tokens to the active tiles of one of J programs, for one key head.
 
-    Shapes: `[P * b, X, 4]` for `query_bounds`, `[P * b, K, X, D]` for `q`, `[S * L, K, N, ...]`
-    for `k` and `v`, and `[J, P * b, K, X, ...]` for outputs, with J parts of the active tiles.
+    Shapes: `[P * b, X, 4]` for `query_bounds`, `[P * b, K, X, D]` for `q`, `[S * L, K, N, ...]` for
+    `k` and `v`, and `[J, P * b, K, X, ...]` for outputs.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
@@ -250,7 +250,7 @@ def _kernel(
         def load_tile(
             x: Ref, number: jax.Array, inside: jax.Array
         ) -> tuple[jax.Array, jax.Array | None]:
-            """Return keys, values or codes, `[C, n]`, and scales, `[1, C]`, or None."""
+            """Return numbers or codes `[C, n]`, and scales `[1, C]` or None."""
             numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
             found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
@@ -267,7 +267,7 @@ def _kernel(
         logits = product(queries, keys.astype(dtype), 1)
         logits = logits if key_scales is None else logits * key_scales
         logits = options.cap_logits(logits)
-        # The compiler's maximum drops a NaN, which must be kept; a comparison keeps it.
+        # A NaN must be kept; the compiler's maximum drops it, but a comparison does not.
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
         down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
@@ -312,7 +312,7 @@ def _merge_programs(
 
 
 def _pad_to_power_of_two(count: int) -> int:
-    """Return the next power of two, at least 16, the smallest dimension for matrix units."""
+    """Round up to a power of two, at least 16, the smallest dimension of matrix units."""
     return max(16, 1 << (count - 1).bit_length())
 
 
@@ -332,7 +332,7 @@ def _load(
 def _tile_bounds_mask(
     in_cells: jax.Array | None, inside: jax.Array, count: int
 ) -> jax.Array | None:
-    """Return a mask of the elements of a tile that are in the array; None if all are in it."""
+    """Return a mask of the elements of a tile that are in the array; None if all are."""
     if in_cells is None and inside.size == count:
         return None
     every = jnp.ones((1, 1), bool) if in_cells is None else in_cells[:, None]
@@ -340,7 +340,7 @@ def _tile_bounds_mask(
 
 
 def _multiply_tile(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
-    """Multiply `a` and `b` in float32, summed over the last axis of `a` and axis `over` of `b`."""
+    """Contract the last axis of `a` with the axis `over` of `b`, in float32."""
     # Three TF32 products on the matrix units are as exact as one float32 product, see
     # `docs/kernels.md`. By default the compiler would use one TF32 product.
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3

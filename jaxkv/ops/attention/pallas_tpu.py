@@ -1,7 +1,7 @@
 """Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
-A line of memory has 128 lanes. The lanes are dimensions of one cell if the head size is a multiple
-of 128, otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
+A line of memory has 128 lanes. If the head size is a multiple of 128, the lanes are dimensions of
+one cell, otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
 """
 
 from __future__ import annotations
@@ -101,8 +101,6 @@ def partial_attention(
     owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
 
     def make_index_map(where: Callable[..., tuple]) -> Callable[..., tuple]:
-        """Return an index map from a step of the grid to a part of an array."""
-
         def index_of_grid_step(h: jax.Array, i: jax.Array, pairs: Ref, streams: Ref) -> tuple:
             block, tile = _split_pair_number(pairs[i], tiles)
             return where(h, block, streams[block], tile)
@@ -249,23 +247,24 @@ def _multiply_tile(
 
 
 def _split_pair_number(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Return the block and the tile of a pair, given the int32 index of the pair."""
+    """Return the block and the tile of the pair with the number block * tiles + tile."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
 
 
 def _max_tokens_per_block(queries: int) -> int:
-    """Return the largest number of tokens of a block, given G, the query heads of a key head."""
+    """Return QUERIES // G, at least 1; the argument `queries` is G."""
     return max(1, QUERIES // queries)
 
 
 def _has_cells_in_lanes(x: Stored) -> bool:
-    """Return whether a line of memory contains neighbouring cells, see the module docstring."""
+    """Return whether the lanes of a line of memory are neighbouring cells, not dimensions."""
     return x.shape[3] % LANES != 0
 
 
 def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return buffers in HBM, as `[S, K, D, N]` if a line of memory contains neighbouring cells."""
-    # Otherwise the compiler would copy small buffers to fast memory before each write and read.
+    """Return buffers in HBM, transposed to `[S, K, D, N]` if `_has_cells_in_lanes`."""
+    # Without the constraint, the compiler would copy small buffers to fast memory before each
+    # access.
     x = x.swapaxes(2, 3) if _has_cells_in_lanes(x) else x
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 

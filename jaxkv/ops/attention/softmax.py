@@ -27,7 +27,7 @@ class AttentionOptions:
     """Options of a model's attention.
 
     scale: Factor that multiplies the products of queries and keys; None for 1 / sqrt(D). Static.
-    softcap: Bound c of scaled products x, which become c * tanh(x / c), static; None for no bound.
+    softcap: c in c * tanh(x / c), applied to scaled products x; None for no softcap. Static.
     sinks: Additional logit of each query head, without a value.
     """
 
@@ -118,7 +118,7 @@ def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
 
 
 def empty_softmax(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
-    """Return a partial softmax of packed queries to which no cell was added; `value_dim` is Dv."""
+    """Return a partial softmax over no cells, for packed queries; `value_dim` is Dv."""
     zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
     return OnlineSoftmax(zero + LOWEST, zero, out)
@@ -144,7 +144,7 @@ def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoft
 
 
 def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
-    """Add the sinks to a softmax over all cells; without sinks, return it unchanged."""
+    """Add the sinks to a softmax over all cells; if `sinks` is None, return `sums`."""
     if sinks is None:
         return sums
     lists, kv_heads, queries = sums.denom.shape

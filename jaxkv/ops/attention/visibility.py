@@ -1,4 +1,4 @@
-"""Attention mask of cells, computed from positions and owners, and additive bias."""
+"""Attention mask, computed from the positions and owners of cells, and additive bias."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ Tree = TypeVar("Tree")
 class Visibility:
     """Inputs of the mask: the cells of S streams, and P lists of T tokens.
 
-    A token attends to those cells of its stream that its sequence owns, at positions up to the
-    token's position and within the window.
+    A token attends to the cells of its sequence at positions in the window and up to its own.
 
     position: Position of each cell.
     owners: For each cell, a bit mask of the sequences that own the cell.
@@ -35,7 +34,7 @@ class Visibility:
     bit: Word with only the bit of the token's sequence; 0 for padding, which attends to no cell.
     window: Window of attention, static.
     causal: False if tokens attend to later tokens too, static.
-    all_streams: Whether P is S and list p has stream p, static.
+    all_streams: Whether list p has stream p for each of the S streams, static.
     visible_until: Last position that each token attends to; None for the token's own position.
     bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
     tile: Number of cells of a tile of `jaxkv.kv.tiles`, static; None for no tiles. The mask does
@@ -80,7 +79,7 @@ class Visibility:
         )
 
     def gather_list_streams(self, x: PyTree) -> PyTree:
-        """Return the entries of each list's stream, `[P, ...]`, in arrays `[S, ...]`."""
+        """Return arrays `[P, ...]` with the entry of each list's stream in arrays `[S, ...]`."""
         return gather_streams(x, None if self.all_streams else self.streams)
 
 
@@ -106,7 +105,7 @@ def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
 def compute_bias(
     visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
 ) -> Float[Array, "P _ T N"] | None:
-    """Return the bias for each pair of a token and a cell, with H heads or 1; None if absent."""
+    """Return the bias of each token and cell, for H heads or 1 head; None without a bias."""
     # With a mask `seen`, hidden cells get the position of the token, so that derivatives of a bias
     # function are finite.
     if not isinstance(visibility.bias, PositionBias):
@@ -118,7 +117,7 @@ def compute_bias(
 
 
 def with_bias_array(visibility: Visibility) -> Visibility:
-    """Return a visibility whose bias, if any, is an array `[P, T, H or 1, N]`."""
+    """Replace a bias function by its result, an array `[P, T, H or 1, N]`."""
     bias = compute_bias(visibility)
     return replace(visibility, bias=None if bias is None else bias.swapaxes(1, 2))
 

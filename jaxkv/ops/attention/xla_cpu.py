@@ -43,7 +43,7 @@ LOGITS = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Smallest number of cells of a stream for which two tokens of a list count as SEVERAL."""
+"""Number of cells of a stream from which on SEVERAL is 2."""
 
 THIN = 32
 """Largest number of queries of a key head for which cells are cut into parts."""
@@ -55,7 +55,7 @@ PART = 64
 """Smallest number of cells of a part."""
 
 SPLITS = jax.__version_info__ >= (0, 12)
-"""Whether `_terms_for` splits factors; with jax 0.10, XLA converts all cells after a write."""
+"""Whether `_terms_for` splits factors; XLA of jax 0.10 would convert all cells after a write."""
 
 EXACT = 1024
 """Largest number of weights to sum with a product; for more weights, `jnp.sum` is more exact."""

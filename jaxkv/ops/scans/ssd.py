@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 CHUNK = 64
-"""Number of tokens of a chunk; fewer need more products, and more need more masked scores."""
+"""Number of tokens of a chunk: a smaller chunk needs more products, a larger one more scores."""
 
 
 def scan_ssd(
