@@ -40,8 +40,7 @@ class Batch:
     positions: position of each token; None if each sequence continues after its last position.
     outputs: True for tokens that need logits; None selects the last token of each sequence.
     valid: False for padding.
-    shared_with: further sequence ids of each token, padded with negative numbers; None if each
-      token has one sequence.
+    shared_with: further sequence ids of each token, padded with negative numbers, or None.
     extra: additional model inputs of each token, by name.
     """
 
@@ -183,14 +182,12 @@ def make_batch(
           an earlier token, the plan is refused (`Reason.DIVERGED`). Recurrent caches accept no
           shared tokens.
 
-      positions: int32 position of each token; by default each sequence continues after its last
-        position.
+      positions: int32 position of each token; by default, the next positions of each sequence.
       outputs: bool, True for tokens that need logits; default the last token of each sequence.
       valid: bool, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, pass one array for the tokens of all lists.
-        Models read the inputs from `Ubatch.extra`. `plan_step` and generation loops do not support
-        additional inputs.
+        Models read the inputs from `Ubatch.extra`. `plan_step` and loops do not accept `extra`.
 
     Raises:
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.

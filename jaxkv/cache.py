@@ -169,8 +169,7 @@ class Cache(Partitioned):
     def num_rollback_states(self, layer: int) -> int:
         """Return E, the number of earlier states that a recurrent layer stores (`max_rollback`).
 
-        In a recurrent or hybrid cache, a layer without states raises ValueError. Other caches raise
-        TypeError.
+        A layer without states raises ValueError. A cache without recurrent layers raises TypeError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)})

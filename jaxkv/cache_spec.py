@@ -249,8 +249,7 @@ class CacheSpec:
 
         Raises:
           TypeError: If an argument is not a pair of a spec and layer numbers.
-          ValueError: If there are no parts, or a part does not have one distinct number for each
-            layer.
+          ValueError: If there are no parts, or a part does not have one distinct number per layer.
           ValueError: If two parts with keys, or two parts with states, contain the same layer.
           ValueError: If there are several `cross_attention` parts, if all parts are
             `cross_attention`, or if a hybrid part contains a `cross_attention` part.

@@ -113,7 +113,6 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Call `_make_parts_method` with a rule that does not take the argument `table`."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 

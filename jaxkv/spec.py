@@ -152,7 +152,6 @@ def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
 
 
 def _flat_fields(spec: TableSpec, of: str = "") -> dict[str, object]:
-    """Return the values of all fields by name, including the fields of parts."""
     names = [field.name for field in fields(spec) if field.name not in ("details", "parts")]
     pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]
     values = {of + name: value for name, value in pairs}

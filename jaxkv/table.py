@@ -115,8 +115,7 @@ class CacheTable(Partitioned):
 
     An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
     A range has the positions from `start` to `stop` - 1. A negative start means 0, a negative stop
-    means no end, and a stop of 0 means an empty range. A refused edit returns the unchanged table
-    and False.
+    means no end, and a stop of 0 means an empty range. A refused edit returns the table and False.
     """
 
     @property
@@ -240,8 +239,7 @@ class CacheTable(Partitioned):
         """Return which streams have enough cells for sequences of the given `lengths`.
 
         `lengths` has the largest number of tokens of each sequence. At most `at_once` tokens of a
-        stream are computed at once. With contiguous placement, the sequences may fit only after a
-        defrag.
+        stream are computed at once. With contiguous placement, a defrag may be required.
         """
 
     @abstractmethod

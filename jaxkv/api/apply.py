@@ -36,8 +36,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     Raises:
       TypeError: If `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
-      ValueError: If the plan was made for a cache with another `TableSpec`, such as another window
-        or number of cells.
+      ValueError: If the plan was made for a cache with another `TableSpec`, such as more cells.
       ValueError: If an update or a defrag needs buffers that were donated.
 
     Examples:
@@ -82,7 +81,6 @@ Cache.is_current = is_current
 
 
 def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
-    """Unpack the only ubatch of a `Plan`, and raise the errors of `apply`."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
             raise ValueError(

@@ -47,8 +47,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     - With a window, a removal is refused if the next token would attend to an evicted cell.
     - With recurrent states, a removal is refused if tokens follow the range, or if no state is
       stored at the position before the range.
-    - With a hybrid cache, a removal is refused if one part refuses, or if the parts would get
-      different last positions.
+    - With a hybrid cache, a removal is refused if a part refuses, or last positions would differ.
 
     Args:
       cache: any cache.
@@ -109,8 +108,7 @@ def seq_cp(
     stream of `src` keeps its own tokens, so first call `seq_rm` for the target and the range. A
     copy to another stream copies keys and values, and replaces all old tokens of the target. If
     several targets are in one other stream, keys and values are copied once. Recurrent states and
-    the encoder source of a target are replaced, unless the range is empty. A repeated copy has no
-    effect.
+    the encoder source of a target are replaced, unless the range is empty.
 
     - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
     - `ok` is False if no recurrent state is stored at the end of the range.
@@ -167,11 +165,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
     Args:
       cache: any cache.
-      parents: id of the parent of each sequence to replace. Ids may be repeated, and a sequence may
-        be its own parent.
-      sequences: distinct ids of the sequences to replace. A sequence is unchanged if its id, or the
-        id of its parent, is traced and out of range. If a traced id occurs twice in `sequences`,
-        its second parent is copied.
+      parents: id of the parent of each sequence to replace. A sequence may be its own parent.
+      sequences: distinct ids of the sequences to replace. If the id or the parent is traced and out
+        of range, the sequence is unchanged. For a repeated traced id, the last parent is copied.
       donate: see `seq_cp`.
 
     Raises:
@@ -230,8 +226,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
-    of its owners. `seq_add` can give two tokens of a sequence equal positions; to avoid this, first
-    call `Cache.can_seq_add`.
+    owners. If `Cache.can_seq_add` is False, two tokens of a sequence may get equal positions.
 
     If `ok` is False, the cache is unchanged. `ok` is False if a position would reach 2**31 - 1, if
     the next token of a sequence would attend to an evicted cell, or if the last positions of the

@@ -42,28 +42,24 @@ def attend(
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write keys and values of a ubatch into a layer, and attend to the visible cells.
 
-    A token attends to cells of its sequences, at positions in the window of the layer and not after
-    its own position.
+    A token attends to cells of its sequences at positions in the window and not after its own.
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
-      ubatch: the tokens to compute. Keys and values of padding and of a refused plan are not
-        written.
+      ubatch: the tokens to compute. Nothing is written for padding or a refused plan.
       q: queries, already rotated by the rope of the layer.
       k: keys, already rotated by the rope of the layer. If `k` and `v` are None, nothing is
         written, and the tokens attend to the keys that are already in the layer.
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
-      sinks: an additional logit for each head. The sink has no value: it only increases the
-        denominator of the softmax.
+      sinks: an additional logit for each head. Sinks only increase the denominator of the softmax.
       bias: logits that are added to the scaled and capped dot products, differentiable. The value
         -inf hides a cell from a head. Other values below -1.7e38 count as -1.7e38. NaN or inf makes
         the output of the head NaN. The bias is an array or a function:
 
-        - An array of floats that has four dimensions and broadcasts to `[R, T, H, N]`. Cells are in
-          the order of `read_kv`.
+        - An array of floats with four dimensions that broadcast to `[R, T, H, N]`, for all N cells.
         - A function of three int32 arrays: query positions, cell positions and head numbers. The
           arrays and the result have four dimensions that broadcast to `[P, H, T, N]`. The function
           is static and hashed, so define it once. Pass weights of the bias as leaves of a function
@@ -95,8 +91,7 @@ def attend(
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
       ValueError: If the layer number is static, and the ubatch was already written to the layer in
         the same trace. Outside of `jit`, a second write replaces the first one.
-      ValueError: If the ubatch was planned for a cache with another `TableSpec`, or the buffers
-        were donated.
+      ValueError: If the ubatch was planned for another `TableSpec`, or the buffers were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
@@ -107,8 +102,8 @@ def attend(
         `visible_until` is not of integers.
       TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given, unless values are slices of the keys; then `v`
-        must be None.
+      TypeError: If only one of `k` and `v` is given, or if `v` is given although values are key
+        slices.
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 
@@ -247,8 +242,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     Raises:
       ValueError: If the layer has no states, or the buffers were donated.
       ValueError: If the ubatch was planned for another spec, or has encoder sources.
-      TypeError: If the ubatch has the wrong type, the layer number is not a static integer, or the
-        cache has no states.
+      TypeError: If the ubatch or the layer number has the wrong type, or the cache has no states.
 
     Examples:
       >>> spec = CacheSpec.recurrent(layers=2, states={"x": ((3,), jnp.bfloat16)})

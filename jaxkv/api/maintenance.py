@@ -46,8 +46,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     """Plan the moves that bring all used cells to the front of their stream.
 
     With striped placement, used cells move to the cells that the placement fills first. With tiled
-    placement, whole tiles are moved, and free cells inside a tile are not filled. Recurrent states
-    are never moved.
+    placement, whole tiles are moved; free cells in a tile stay free. States are not moved.
 
     Args:
       cache: any cache.
@@ -142,8 +141,7 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
     The flag `ok` is False if a cell of the earlier table was overwritten (by a ubatch, a copy
     between streams or a defrag), or if an update rotated the key of a cell of the earlier table. If
-    `ok` is False, the later cache is returned. After `rewind`, plans that were made for later
-    tables are stale.
+    `ok` is False, the later cache is returned. Plans for later tables become stale.
 
     Cells are compared by hashes, which depend on all earlier steps and edits of a stream. A removed
     and rewritten cell counts as overwritten, even with the same token. Two equal steps from the
@@ -151,8 +149,7 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
     Args:
       cache: the later cache.
-      to: table of the earlier cache. The arrays of the table must not be donated; steps in between
-        may donate the buffers.
+      to: table of the earlier cache. The earlier buffers may be donated, but not the table.
 
     Raises:
       TypeError: If `to` is not a table.

@@ -50,8 +50,7 @@ class ShardingRules:
     """Mesh axes that split the dimensions of a cache. Hashable and static.
 
     An axis that is not in the mesh splits no dimension. A single stream, head or cell is not split.
-    If the number of heads is not a multiple of the number of devices, heads are replicated; see
-    `jaxkv.sharding.fit_mesh`.
+    Heads that cannot be split evenly are replicated; see `jaxkv.sharding.fit_mesh`.
 
     streams: Axes that split the streams of tables and buffers.
     kv_heads: Axes that split key/value heads (for MLA, query heads). These axes also split model
@@ -102,8 +101,7 @@ class ShardingRules:
           sizes: sizes of dimensions by field name.
 
         Raises:
-          ValueError: If a number of streams or cells is above 1 and not a multiple of the number of
-            devices.
+          ValueError: If several streams or cells cannot be split evenly over the devices.
           ValueError: If an axis would split two dimensions.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))

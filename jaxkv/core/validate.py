@@ -158,7 +158,6 @@ def check_bool(
 
 
 def _cast_to_int32(value: jax.Array, low: int, high: int) -> jax.Array:
-    """Clip integers to `[low - 1, high + 1]`, and cast them to int32."""
     span = jnp.iinfo(value.dtype)
     int32 = np.iinfo(np.int32)
     if span.max > int32.max:

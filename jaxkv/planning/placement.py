@@ -113,7 +113,6 @@ def _order_rows(
 
 
 def _row_sequence(part: Batch) -> Int32[Array, " R"]:
-    """Return the sequence of each row; -1 for a row without tokens."""
     return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
@@ -124,7 +123,6 @@ def _build_ubatch(
     more: Bool[Array, " Q"],
     outputs: int,
 ) -> Ubatch:
-    """Arrange the tokens of a ubatch in rows, `[R, T]`, without choosing slots."""
     spec, part = table.spec, gather_rows(batch, index)
     in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
     if not spec.single_sequence_rows:
@@ -167,7 +165,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
-    """Return the mixed stream hash of each row; for a hybrid cache, the sum over all parts."""
+    """Return a hash of the stream of each row, combined over the parts of a hybrid cache."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]

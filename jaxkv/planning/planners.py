@@ -62,8 +62,7 @@ def init_batch(
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" for a
         cache of one stream without recurrent layers. For other caches, the default is "equal", or
-        one ubatch with a padded row for each sequence if the rows need little padding and no
-        additional cells.
+        one ubatch with a row for each sequence if this needs little padding and no more cells.
       encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads.
         The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch
         becomes one ubatch of any length. The ubatch has a row for each sequence; the rows of a
@@ -74,8 +73,7 @@ def init_batch(
       A `Plan`. If the plan is refused, `plan.ok` is False, and `plan.check()` raises.
 
     Raises:
-      TypeError: If `batch` is not a `Batch`, or `encoder` is True and the cache has no
-        cross-attention layers.
+      TypeError: If `batch` is not a `Batch`, or `encoder` is True without cross-attention layers.
       ValueError: If a concrete sequence id is invalid, or the batch is empty.
       ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
         requires a row for each sequence.
@@ -127,8 +125,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     Args:
       cache: any cache, or its shapes.
       ubatch_size: largest number of tokens computed at once, see `init_batch`.
-      outputs: largest number of tokens of a ubatch that output logits; by default one for each
-        sequence.
+      outputs: largest number of tokens of a ubatch that output logits; default Q.
 
     Returns:
       A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. Tokens are `[1, ubatch_size]`.
@@ -138,8 +135,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.
-      ValueError: If `ubatch_size` or `outputs` is below 1, or `ubatch_size` exceeds the
-        `ubatch_size` of the cache.
+      ValueError: If an argument is below 1, or `ubatch_size` exceeds that of the cache.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)

@@ -105,7 +105,6 @@ def write_layer_states(
 def _layout_specs(
     table: StateTable, ubatch: Ubatch
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[PyTree, Ubatch]]:
-    """Return mesh axes of streams, mesh axes of rows, and `PartitionSpec`s of table and ubatch."""
     streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
     mesh = current_mesh(table.sharding_rules)
     of_table = P() if mesh is None else table.partition_specs(None, mesh)[0]

@@ -107,8 +107,7 @@ def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, "
     """Return for each row whether a layer can read the state before the row's first token.
 
     The result is False if the stream of the row was edited after `apply`, if the layer has not
-    written the state, or if the layer has overwritten the state. For empty sequences,
-    the layer reads zeros.
+    written the state, or if the layer has overwritten the state.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)

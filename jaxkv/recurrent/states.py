@@ -35,8 +35,7 @@ class States:
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the state in each cell, that of its last token; see `jaxkv.core.hashing`.
-    content: For each cell, the sum of the hashes of all tokens in its state, at positions before
-      shifts.
+    content: Sum of the hashes of all tokens in the state of each cell, at positions before shifts.
     holds: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
     shard_dims: (name, dimension, number of equal parts) of states that a mesh may split. Static.
@@ -261,8 +260,7 @@ def seq_div(
 ) -> tuple[T, Bool[Array, ""]]:
     """Divide the positions of a sequence in a range by a divisor, rounding down.
 
-    A divisor above 1 drops earlier states in the range. If the divisor is below 1, the table is
-    unchanged and `ok` is False.
+    A divisor above 1 drops earlier states in the range. With a divisor below 1, `ok` is False.
     """
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]

@@ -1,8 +1,7 @@
 """Active tiles, which have at least one visible cell: the tiles that a loop or a kernel reads.
 
 M is the number of pairs of a block of tokens and a tile. `ActiveTiles.tiles` lists all M pairs, so
-its size is fixed, and a change of the active tiles needs no compilation. Tiles of `jaxkv.kv.tiles`
-are smaller.
+its size is fixed: other active tiles need no compilation. Tiles of `jaxkv.kv.tiles` are smaller.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ def find_active_tiles(
 
 
 def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
-    """Cut each list of tokens into `blocks` lists."""
     lists = visibility.streams.size * blocks
     return replace(
         visibility.slice_tokens(partial(split_into_blocks, blocks=blocks)),
@@ -119,7 +117,7 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return which cells each list attends to, `[P, N]`, and which tokens see a cell, `[P, T]`."""
+    """Return which cells a list attends to, `[P, N]`, and which tokens attend to any, `[P, T]`."""
     # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 

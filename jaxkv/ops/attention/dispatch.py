@@ -50,12 +50,10 @@ cudnn: `jax.nn.dot_product_attention` with cuDNN, for float16 and bfloat16.
 AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, AttentionOptions], OnlineSoftmax]
 """An implementation: a function that returns a partial softmax over all cells.
 
-q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head h // (H /
-  K).
+q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key head h // (H / K).
 k: `[S, K, N, D]`, keys of all streams. Keys of hidden cells may have any value, including NaN.
 v: `[S, K, N, Dv]`, values of all streams, all finite.
-visibility: `Visibility` of the cells. A cell that the bias hides has the lowest logit, see
-  `mask_logits`.
+visibility: `Visibility` of the cells. A cell that the bias hides gets the lowest logit.
 options: Scale and softcap; an implementation ignores the sinks, which are added at the end.
 """
 
@@ -299,8 +297,7 @@ def attention(
       a visible NaN key. The softmax is float32, or float64 for float64 queries.
 
     Raises:
-      ValueError: If H is not a multiple of K, shapes do not match, or `softcap` is not a finite
-        number above 0.
+      ValueError: If K does not divide H, shapes do not match, or `softcap` is not in (0, inf).
       TypeError: If the queries are not floats, or `scale` or `softcap` is not a number.
 
     Examples:

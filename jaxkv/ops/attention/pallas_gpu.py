@@ -170,7 +170,6 @@ def partial_attention(
 
 
 def _softmax_shapes(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the float32 shapes of an `OnlineSoftmax` with outputs of shape `[..., X, Dv]`."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
 
 
@@ -317,7 +316,6 @@ def _pad_to_power_of_two(count: int) -> int:
 
 
 def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return the integers below a padded size, and whether each integer is below `count`."""
     numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
@@ -325,7 +323,6 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 def _load(
     ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read a reference at int32 indices; elements that are False in `inside` become `fill`."""
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 

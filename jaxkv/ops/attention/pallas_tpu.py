@@ -234,7 +234,6 @@ def _kernel(
 
 
 def _zero_after(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
-    """Return `x`, `[h, ...]`, with zeros after the first `count` elements of an axis."""
     is_inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
     return jnp.where(is_inside, x, jnp.zeros_like(x))
 
@@ -242,7 +241,6 @@ def _zero_after(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
 def _multiply_tile(
     a: jax.Array, b: jax.Array, over: jax.lax.DotDimensionNumbers, dtype: jnp.dtype
 ) -> jax.Array:
-    """Contract `a`, `[h, X, D or C]`, with a tile `b` over the dimensions `over`."""
     return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
 
 

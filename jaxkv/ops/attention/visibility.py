@@ -37,8 +37,7 @@ class Visibility:
     all_streams: Whether list p has stream p for each of the S streams, static.
     visible_until: Last position that each token attends to; None for the token's own position.
     bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
-    tile: Number of cells of a tile of `jaxkv.kv.tiles`, static; None for no tiles. The mask does
-      not depend on `tile`.
+    tile: Number of cells of a tile of `jaxkv.kv.tiles`, static; None for no tiles.
     """
 
     position: Int32[Array, "S N"]
