@@ -102,8 +102,8 @@ def attend(
         `visible_until` is not of integers.
       TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given, or if `v` is given although values are key
-        slices.
+      TypeError: If only one of `k` and `v` is given; with values that are key slices, if `v` is
+        given.
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 
