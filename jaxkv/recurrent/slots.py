@@ -26,12 +26,12 @@ class StateSlots:
 
     source: Cell index of the state before each row.
     cells: Cell indices of the states after the last tokens of each row, oldest state first.
-    source_stamp: The hash of each source cell when the plan was made.
+    source_hash: The hash of each source cell when the plan was made.
     """
 
     source: Int32[Array, " R"]
     cells: Int32[Array, "R E+1"]
-    source_stamp: UInt32[Array, " R"]
+    source_hash: UInt32[Array, " R"]
 
 
 def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
@@ -47,7 +47,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
     source = jnp.where(placed, cell, out_of_range_slots(cell))
     stamp = states.cell_hash.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
     fits = jnp.full(ubatch.valid.shape, Reason.OK, jnp.int32)
-    return StateSlots(source=source, cells=cells, source_stamp=stamp), fits
+    return StateSlots(source=source, cells=cells, source_hash=stamp), fits
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, "
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)
     refused = ubatch.slots.source >= MAX_CELLS  # such rows read zeros
-    return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_stamp))
+    return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_hash))
 
 
 @partial(jax.jit, static_argnames="layer")
