@@ -119,16 +119,16 @@ def _copy_states(
         states.cell_hash.at[where].get(mode="fill", fill_value=0), source
     )
     is_written = (
-        states.holds.at[:, *origin].get(mode="fill", fill_value=0) == source[None]
+        states.layer_hash.at[:, *origin].get(mode="fill", fill_value=0) == source[None]
     )  # [L, n, E + 1]
-    holds = jnp.where(is_written, stamp[None], 0)
+    layer_hash = jnp.where(is_written, stamp[None], 0)
 
     content = states.content.at[origin].get(mode="fill", fill_value=0)
     states = replace(
         states,
         cell_hash=states.cell_hash.at[where].set(stamp, mode="drop"),
         content=states.content.at[where].set(content, mode="drop"),
-        holds=states.holds.at[:, *where].set(holds, mode="drop"),
+        layer_hash=states.layer_hash.at[:, *where].set(layer_hash, mode="drop"),
     )
     return states, copy_cells(states, buffers, origin, where), cells
 

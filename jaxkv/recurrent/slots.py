@@ -110,7 +110,7 @@ def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, "
     written the state, or if the layer has overwritten the state.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
-    layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)
+    layer_stamp = states.layer_hash[layer].at[source].get(mode="fill", fill_value=0)
     refused = ubatch.slots.source >= MAX_CELLS  # such rows read zeros
     return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_hash))
 
@@ -120,18 +120,18 @@ def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "
     """Return the cells that a layer has not written yet; other indices are past the last cell."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
-    layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)
+    layer_stamp = states.layer_hash[layer].at[where].get(mode="fill", fill_value=0)
     writes = current_rows(states, ubatch)[:, None] & (layer_stamp != stamp)
     return jnp.where(writes, ubatch.slots.cells, out_of_range_slots(ubatch.slots.cells))
 
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Note in the field `holds` that a layer has written the given cells."""
+    """Note in the field `layer_hash` that a layer has written the given cells."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
-    holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
-    return replace(states, holds=holds)
+    layer_hash = states.layer_hash.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
+    return replace(states, layer_hash=layer_hash)
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ class States:
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the state in each cell, that of its last token; see `jaxkv.core.hashing`.
     content: Sum of the hashes of all tokens in the state of each cell, at positions before shifts.
-    holds: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
+    layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
     shard_dims: (name, dimension, number of equal parts) of states that a mesh may split. Static.
     """
@@ -45,7 +45,7 @@ class States:
     cell: Int32[Array, "Q E+1"]
     cell_hash: UInt32[Array, "S N"]
     content: UInt32[Array, "S N"]
-    holds: UInt32[Array, "L S N"]
+    layer_hash: UInt32[Array, "L S N"]
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
     shard_dims: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
 
@@ -91,7 +91,7 @@ def empty_fields(
         "cell": jnp.full(pairs, cells, jnp.int32),
         "cell_hash": jnp.zeros((streams, cells), jnp.uint32),
         "content": jnp.zeros((streams, cells), jnp.uint32),
-        "holds": jnp.zeros((layers, streams, cells), jnp.uint32),
+        "layer_hash": jnp.zeros((layers, streams, cells), jnp.uint32),
     }
 
 
@@ -291,8 +291,10 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
     """Return `old` with the hashes of `states`, and whether used cells of `old` are unchanged."""
-    same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
-    back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
+    same = jnp.all(states.layer_hash == old.layer_hash, axis=0) & (
+        states.cell_hash == old.cell_hash
+    )
+    back = replace(old, cell_hash=states.cell_hash, layer_hash=states.layer_hash)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 

@@ -96,7 +96,7 @@ class StateTable(States, CacheTable):
             single_sequence_rows=True,
             ubatch_size=None,
             max_rollback=self.num_earlier_states,
-            details=(("layers", self.holds.shape[0]),),
+            details=(("layers", self.layer_hash.shape[0]),),
         )
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
@@ -115,7 +115,7 @@ class StateTable(States, CacheTable):
         streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
             "streams"
         ]
-        table = replace(jax.tree.map(lambda _: P(streams), self), holds=P(None, streams))
+        table = replace(jax.tree.map(lambda _: P(streams), self), layer_hash=P(None, streams))
         if buffers is None:
             return table, None
         return table, tuple(
@@ -214,7 +214,7 @@ class StateTable(States, CacheTable):
         return self.num_earlier_states
 
     def _check_layer(self, layer: int) -> None:
-        layers = self.holds.shape[0]
+        layers = self.layer_hash.shape[0]
         if not 0 <= layer < layers:
             raise ValueError(
                 f"expected a layer from 0 to {layers - 1}, got {layer}; pass a layer of the cache"

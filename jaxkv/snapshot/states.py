@@ -114,7 +114,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "stream": stream,
             "cell": cell,
             "content": host.content[stream, cell],
-            "written": (host.holds == host.cell_hash[None])[:, stream, cell],
+            "written": (host.layer_hash == host.cell_hash[None])[:, stream, cell],
         }
         take = partial(take_cells, streams=stream, cells=cell, read=_read_states, size=CHUNK)
         return found, jax.tree.map(take, buffers)
@@ -128,7 +128,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         pairs = jax.ShapeDtypeStruct((saved, table.num_earlier_states + 1), jnp.int32)
         found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
         found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
-        found["written"] = jax.ShapeDtypeStruct((table.holds.shape[0], count), jnp.bool_)
+        found["written"] = jax.ShapeDtypeStruct((table.layer_hash.shape[0], count), jnp.bool_)
         return found, jax.tree.map(lambda x: jax.eval_shape(_read_states, x, each, each), buffers)
 
     @staticmethod
@@ -185,7 +185,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         stamp = np.asarray(hash_overwritten_cells(hashes, mark))
         host.cell_hash[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
-        host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
+        host.layer_hash[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
         table = jax.tree.map(jnp.asarray, host)
         return SlotAssignment(table=table, streams=streams, cells=cells, origin=origin)
 

@@ -86,8 +86,8 @@ def unstamped(cache):
         table = part.table
         if not isinstance(table, Cells):
             live = is_occupied(table, table.cell)
-            held = (table.holds == table.cell_hash[None]) & live[None]
-            table = replace(table, holds=held, content=jnp.where(live, table.content, 0))
+            held = (table.layer_hash == table.cell_hash[None]) & live[None]
+            table = replace(table, layer_hash=held, content=jnp.where(live, table.content, 0))
         else:
             lacking = is_layer_incomplete(table).astype(np.uint32)
             content = jnp.where(table.position < 0, 0, table.content)
@@ -143,7 +143,7 @@ def test_load_of_states_never_written_holds_none():
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
     loaded = snapshot.load(snapshot.save(cache))
     assert loaded.table.cell.tolist() == cache.table.cell.tolist()
-    assert not (loaded.table.holds == loaded.table.cell_hash[None])[:, 0, 0].any()
+    assert not (loaded.table.layer_hash == loaded.table.cell_hash[None])[:, 0, 0].any()
     plan = jaxkv.init_batch(loaded, jaxkv.make_batch([3]))
     states = jaxkv.read_states(jaxkv.apply(loaded, plan), 1, plan.ubatches[0])
     assert np.isnan(states["trace"]).all()
