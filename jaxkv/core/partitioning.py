@@ -168,16 +168,16 @@ def make_axis_partition(sharding_rules: ShardingRules | None, **sizes: int) -> A
 
 def map_shards(
     sharding_rules: ShardingRules | None,
-    of_share: Callable[..., R],
+    fun: Callable[..., R],
     in_specs: PyTree[P],
     out_specs: PyTree[P],
 ) -> Callable[..., R]:
-    """Return a function of whole arrays that calls `of_share` on each device with its shards."""
+    """Return a function of whole arrays that calls `fun` on each device with its shards."""
     # Specs are trees, or tree prefixes, of `PartitionSpec`.
     mesh = _require_mesh(sharding_rules)
     if mesh is None:
-        return of_share
-    run = jax.shard_map(of_share, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return fun
+    run = jax.shard_map(fun, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     if AxisType.Explicit not in mesh.axis_types:
         return run
 
