@@ -68,7 +68,7 @@ def check_batch(
     last, missing, pending = table.sequence_status(here)
     batch = _fill_in_defaults(batch, ids, ranks[0], demand, last)
     has_diverged = (
-        None if batch.shared_with is None else members_with_other_history(table, ids, ranks, batch)
+        None if batch.shared_with is None else find_diverged_pairs(table, ids, ranks, batch)
     )
     reason, expected, found = _find_faults(batch, ids, valid, ranks, last, has_diverged)
     for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
@@ -215,7 +215,7 @@ def first_per_token(x: Shaped[Array, " M"], batch: Batch) -> Shaped[Array, " B"]
     return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
 
 
-def members_with_other_history(
+def find_diverged_pairs(
     table: CacheTable,
     ids: Int32[Array, " M"],
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
