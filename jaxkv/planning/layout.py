@@ -44,7 +44,7 @@ def lay_out_batch(
     """
     check_shared_tokens(spec, batch)
     if is_concrete(batch):
-        return _lay_out_known_batch(spec, batch, ubatch_size, split_by)
+        return _lay_out_concrete_batch(spec, batch, ubatch_size, split_by)
     _check_nonempty(batch.valid.size)
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
@@ -83,7 +83,7 @@ def _most_outputs(spec: TableSpec, batch: Batch) -> int:
     return min(next_power_of_two(max(int(most), FEW)), size)
 
 
-def _lay_out_known_batch(
+def _lay_out_concrete_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree], int]:
     batch, valid_index = _flat_batch(spec, batch)
