@@ -49,7 +49,7 @@ def lay_out_batch(
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
         index = jnp.take_along_axis(index, order_tokens_first(batch.valid), axis=1)
-        num_outputs = _most_outputs(spec, batch)
+        num_outputs = _max_outputs(spec, batch)
         batch = jax.tree.map(lambda x: x.reshape(index.size, *x.shape[2:]), batch)
         return batch, [index], num_outputs
     count = batch.valid.shape[0]
@@ -64,10 +64,10 @@ def lay_out_batch(
             f"plan it outside of jit, or pass ubatch_size={count}"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
-    return _pad_batch(batch, index.size), [index], _most_outputs(spec, batch)
+    return _pad_batch(batch, index.size), [index], _max_outputs(spec, batch)
 
 
-def _most_outputs(spec: TableSpec, batch: Batch) -> int:
+def _max_outputs(spec: TableSpec, batch: Batch) -> int:
     """Return an upper bound of the number of outputs of a traced batch."""
     most = size = batch.valid.size
     if batch.outputs is None:
