@@ -30,7 +30,7 @@ FEW = 8
 """Smallest padded number of outputs: 8 outputs cost as much as 1, and fewer shapes are compiled."""
 
 
-CHEAP = 64
+CHEAP_SIZE = 64
 """Largest size of a ubatch that is computed faster than another shape is compiled."""
 
 
@@ -99,7 +99,7 @@ def _lay_out_concrete_batch(
     if split_by is None and spec.single_sequence_rows and fits and len(parts) > 1:
         padded = _pad_rows_to_longest(_indices_by_sequence(sequences), ubatch_size)
         few = 1.25 * sum(part.size for part in parts)
-        if padded.size <= max(min(few, ubatch_size), CHEAP):
+        if padded.size <= max(min(few, ubatch_size), CHEAP_SIZE):
             parts = [padded]
     parts = [_pad_row_count(part, spec) for part in parts]
     if batch.outputs is None:
