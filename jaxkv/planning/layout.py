@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SplitBy = Literal["simple", "equal", "sequence"]
 """How a batch is cut into ubatches, see `init_batch`."""
 
-FEW = 8
+MIN_OUTPUTS = 8
 """Smallest padded number of outputs: 8 outputs cost as much as 1, and fewer shapes are compiled."""
 
 
@@ -80,7 +80,7 @@ def _max_outputs(spec: TableSpec, batch: Batch) -> int:
         most = spec.sequences if known is None else np.sum(known >= 0)
     elif is_concrete(batch.outputs):
         most = np.sum(np.asarray(batch.outputs))
-    return min(next_power_of_two(max(int(most), FEW)), size)
+    return min(next_power_of_two(max(int(most), MIN_OUTPUTS)), size)
 
 
 def _lay_out_concrete_batch(
@@ -112,7 +112,7 @@ def _lay_out_concrete_batch(
     return (
         _pad_batch(batch, next_power_of_two(batch.valid.size)),
         parts,
-        next_power_of_two(max(int(num_outputs), FEW)),
+        next_power_of_two(max(int(num_outputs), MIN_OUTPUTS)),
     )
 
 

@@ -19,7 +19,7 @@ from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.checks import check_batch, token_sequence_pairs
 from jaxkv.planning.layout import (
-    FEW,
+    MIN_OUTPUTS,
     SplitBy,
     lay_out_batch,
     layout_single_ubatch,
@@ -156,7 +156,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     flat = make_batch(np.zeros(index.size, np.int32))
     ranks = rank_in_sequence(flat.sequences, flat.valid)
     plan = partial(
-        plan_single_ubatch, index=index, outputs=next_power_of_two(max(num_outputs, FEW))
+        plan_single_ubatch, index=index, outputs=next_power_of_two(max(num_outputs, MIN_OUTPUTS))
     )
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 
@@ -347,7 +347,7 @@ def _plan_empty_sequences(
     index: Int32[Array, "R T"],
 ) -> Plan:
     """Plan a batch; a sequence that is not empty is refused with ENCODER_ALREADY_WRITTEN."""
-    plan = plan_single_ubatch(table, batch, ranks, index, outputs=FEW)
+    plan = plan_single_ubatch(table, batch, ranks, index, outputs=MIN_OUTPUTS)
     reason = jnp.where(
         plan.reason == Reason.NOT_CONTIGUOUS, Reason.ENCODER_ALREADY_WRITTEN, plan.reason
     )
