@@ -66,7 +66,7 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
     """Return the tiling that is fastest on an H100 for these shapes."""
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
-    exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
+    exact, large = _needs_float32(q, k, v), max(k.shape[3], v.shape[3]) > 128
     if tokens * group <= 16:
         queries, warps, stages = 16, (8 if exact and large else 4), (2 if exact and large else 4)
     elif not exact:
@@ -83,7 +83,7 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
     return KernelTiling(queries, cells, programs, warps, stages)
 
 
-def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
+def _needs_float32(q: jax.Array, k: Stored, v: Stored) -> bool:
     """Return whether an array is float32, so that products need float32 precision."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
@@ -94,7 +94,7 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
     # only.
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
-    max_group = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
+    max_group = 64 if not _needs_float32(q, k, v) else 128 if size <= 128 else 16
     fits = size <= LARGEST and q.shape[2] // k.shape[1] <= max_group and visibility.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
