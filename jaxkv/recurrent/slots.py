@@ -86,13 +86,13 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     return replace(
         states,
         position=shift_and_set(
-            states.position, _take_at_kept_states(states, ubatch, ubatch.positions)
+            states.position, _take_at_new_states(states, ubatch, ubatch.positions)
         ),
         cell=shift_and_set(states.cell, slots.cells),
         cell_hash=states.cell_hash.at[where].set(
-            _take_at_kept_states(states, ubatch, ubatch.cell_hashes), **put
+            _take_at_new_states(states, ubatch, ubatch.cell_hashes), **put
         ),
-        content=states.content.at[where].set(_take_at_kept_states(states, ubatch, content), **put),
+        content=states.content.at[where].set(_take_at_new_states(states, ubatch, content), **put),
     )
 
 
@@ -143,7 +143,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
     return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, mode="drop")
 
 
-def _take_at_kept_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
+def _take_at_new_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
     """Return the values of a field `[R, T]` at the last token of each new state, `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
