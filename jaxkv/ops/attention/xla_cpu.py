@@ -20,7 +20,7 @@ from jaxkv.ops.attention.softmax import (
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.attention.xla_tiles import Added, add_tiles_in_turn, attend_in_blocks
+from jaxkv.ops.attention.xla_tiles import Added, add_tiles_one_by_one, attend_in_blocks
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored
 
@@ -79,7 +79,7 @@ def attend_by_shapes(
     # Mask and tiles are arguments, because each layer would compute them again inside a branch.
     sums = jax.lax.cond(
         live.num_active_tiles < FEW * live.tiles.size,
-        lambda q, live, _: add_tiles_in_turn(q, k, v, live, options, add_cells),
+        lambda q, live, _: add_tiles_one_by_one(q, k, v, live, options, add_cells),
         lambda q, _, mask: attend_packed(q, k, v, mask, options, compute_bias(visibility)),
         *(group_queries(options.scale_queries(q), k.shape[1]), live, mask),
     )

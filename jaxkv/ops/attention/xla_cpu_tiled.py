@@ -27,7 +27,7 @@ from jaxkv.ops.attention.softmax import (
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.attention.xla_tiles import add_tiles_in_turn
+from jaxkv.ops.attention.xla_tiles import add_tiles_one_by_one
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored, qk_logits, weighted_values
 
@@ -61,7 +61,7 @@ def attend_by_shapes(
     each, mask = partial(add_cells, size), compute_mask(lone_visibility)
 
     def add_own_tiles_in_turn() -> OnlineSoftmax:
-        return add_tiles_in_turn(packed_q, k, v, lone_tiles, options, each, pinned=narrow)
+        return add_tiles_one_by_one(packed_q, k, v, lone_tiles, options, each, pinned=narrow)
 
     def add_own_tiles_at_once() -> OnlineSoftmax:
         none = empty_softmax(packed_q, v.shape[3])
@@ -74,7 +74,7 @@ def attend_by_shapes(
             sums = jax.lax.cond(
                 lone_tiles.num_active_tiles < few, add_own_tiles_in_turn, add_own_tiles_at_once
             )
-        return add_tiles_in_turn(
+        return add_tiles_one_by_one(
             packed_q, k, v, shared_tiles, options, xla_cpu.choose_add_cells(k), sums, pinned=narrow
         )
 

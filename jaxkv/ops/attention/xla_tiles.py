@@ -62,11 +62,11 @@ def attend_in_blocks(
     packed_q = group_queries(
         options.scale_queries(split_into_blocks(q, live.streams.size // lists)), k.shape[1]
     )
-    sums = add_tiles_in_turn(packed_q, k, v, live, options, added, pinned=pinned)
+    sums = add_tiles_one_by_one(packed_q, k, v, live, options, added, pinned=pinned)
     return merge_blocks(sums, live, lists, tokens)
 
 
-def add_tiles_in_turn(
+def add_tiles_one_by_one(
     q: Float[Array, "Pb K X D"],
     k: Stored,
     v: Stored,
