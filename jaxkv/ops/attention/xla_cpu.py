@@ -95,7 +95,7 @@ def attend_by_tiles(
 ) -> OnlineSoftmax:
     """Attend to the cells of active tiles, see `jaxkv.ops.attention.xla_tiles`."""
     return attend_in_blocks(
-        q, k, v, visibility, options, choose_add_cells(k), pinned=k.dtype.itemsize < 4
+        q, k, v, visibility, options, choose_add_cells(k), convert_in_loop=k.dtype.itemsize < 4
     )
 
 

@@ -61,7 +61,9 @@ def attend_by_shapes(
     each, mask = partial(add_cells, size), compute_mask(lone_visibility)
 
     def add_own_tiles_in_turn() -> OnlineSoftmax:
-        return add_tiles_one_by_one(packed_q, k, v, lone_tiles, options, each, pinned=narrow)
+        return add_tiles_one_by_one(
+            packed_q, k, v, lone_tiles, options, each, convert_in_loop=narrow
+        )
 
     def add_own_tiles_at_once() -> OnlineSoftmax:
         none = empty_softmax(packed_q, v.shape[3])
@@ -75,7 +77,14 @@ def attend_by_shapes(
                 lone_tiles.num_active_tiles < few, add_own_tiles_in_turn, add_own_tiles_at_once
             )
         return add_tiles_one_by_one(
-            packed_q, k, v, shared_tiles, options, xla_cpu.choose_add_cells(k), sums, pinned=narrow
+            packed_q,
+            k,
+            v,
+            shared_tiles,
+            options,
+            xla_cpu.choose_add_cells(k),
+            sums,
+            convert_in_loop=narrow,
         )
 
     if (

@@ -54,7 +54,7 @@ def attend_in_blocks(
     options: AttentionOptions,
     added: Added,
     *,
-    pinned: bool = False,
+    convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
     """Attend from each block of tokens to its active tiles; the function `added` adds a tile."""
     live = find_active_tiles(visibility)
@@ -62,7 +62,9 @@ def attend_in_blocks(
     packed_q = group_queries(
         options.scale_queries(split_into_blocks(q, live.streams.size // lists)), k.shape[1]
     )
-    sums = add_tiles_one_by_one(packed_q, k, v, live, options, added, pinned=pinned)
+    sums = add_tiles_one_by_one(
+        packed_q, k, v, live, options, added, convert_in_loop=convert_in_loop
+    )
     return merge_blocks(sums, live, lists, tokens)
 
 
@@ -75,12 +77,12 @@ def add_tiles_one_by_one(
     added: Added,
     start: OnlineSoftmax | None = None,
     *,
-    pinned: bool = False,
+    convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
     """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
-    The queries `q` are packed and scaled. If `pinned` is True, the compiler must convert each
-    tile inside of the loop. Otherwise it may convert all cells before the loop.
+    The queries `q` are packed and scaled. If `convert_in_loop` is True, the compiler cannot convert
+    all cells before the loop.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)
@@ -119,7 +121,7 @@ def add_tiles_one_by_one(
             bias,
         )
         sums = jax.tree.map(update_block, sums, more)
-        return (sums, *(jax.lax.optimization_barrier((k, v)) if pinned else (k, v)))
+        return (sums, *(jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)))
 
     start = empty_softmax(q, v.shape[3]) if start is None else start
     return jax.lax.fori_loop(jnp.int32(0), live.num_active_tiles, add_tile, (start, k, v))[0]
