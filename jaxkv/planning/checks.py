@@ -34,7 +34,7 @@ class PlanBuilder:
     table: Table with the ubatches placed so far.
     batch: Flat batch with all positions and outputs.
     reason: Reason of each sequence before slots are chosen.
-    late: Reason of each sequence, including reasons found while slots are chosen.
+    final_reason: Reason of each sequence, including reasons found while slots are chosen.
     expected, actual: For each sequence, either positions or numbers of cells, see `Plan`.
     demand, available: Number of cells that each sequence requires, and number that it can get.
     together: Whether each sequence fits for certain in a batch without the refused sequences.
@@ -45,7 +45,7 @@ class PlanBuilder:
     reason: Int32[Array, " Q"]
     expected: Int32[Array, " Q"]
     actual: Int32[Array, " Q"]
-    late: Int32[Array, " Q"]
+    final_reason: Int32[Array, " Q"]
     demand: Int32[Array, " Q"]
     available: Int32[Array, " Q"]
     together: Bool[Array, " Q"]
@@ -94,7 +94,7 @@ def check_batch(
         reason=reason,
         expected=jnp.where(fits, expected, demand),
         actual=jnp.where(fits, found, remaining),
-        late=reason,
+        final_reason=reason,
         demand=demand,
         available=remaining,
         together=together,
