@@ -52,18 +52,18 @@ def attend_in_blocks(
     v: Stored,
     visibility: Visibility,
     options: AttentionOptions,
-    added: Added,
+    add_cells: Added,
     *,
     convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
-    """Attend from each block of tokens to its active tiles; the function `added` adds a tile."""
+    """Attend from each block of tokens to its active tiles; `add_cells` adds a tile."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
         options.scale_queries(split_into_blocks(q, live.streams.size // lists)), k.shape[1]
     )
     sums = add_tiles_one_by_one(
-        packed_q, k, v, live, options, added, convert_in_loop=convert_in_loop
+        packed_q, k, v, live, options, add_cells, convert_in_loop=convert_in_loop
     )
     return merge_blocks(sums, live, lists, tokens)
 
@@ -74,7 +74,7 @@ def add_tiles_one_by_one(
     v: Stored,
     live: ActiveTiles,
     options: AttentionOptions,
-    added: Added,
+    add_cells: Added,
     start: OnlineSoftmax | None = None,
     *,
     convert_in_loop: bool = False,
@@ -111,7 +111,7 @@ def add_tiles_one_by_one(
         seen, bias = live.mask_and_bias_of_tile(block, first, size)
         if cells % size:
             seen &= (first + jnp.arange(size) >= turn * size)[None, None]
-        more = added(
+        more = add_cells(
             jax.tree.map(slice_block, sums),
             slice_block(q),
             slice_tile(k),
