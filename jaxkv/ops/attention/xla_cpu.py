@@ -20,7 +20,7 @@ from jaxkv.ops.attention.softmax import (
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.attention.xla_tiles import Added, add_tiles_one_by_one, attend_in_blocks
+from jaxkv.ops.attention.xla_tiles import AddCells, add_tiles_one_by_one, attend_in_blocks
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored
 
@@ -99,7 +99,7 @@ def attend_by_tiles(
     )
 
 
-def choose_add_cells(k: Stored) -> Added:
+def choose_add_cells(k: Stored) -> AddCells:
     """Return `xla.add_cells` for quantised keys, otherwise `add_cells` of this module."""
     return xla.add_cells if isinstance(k, Quantised) else add_cells
 

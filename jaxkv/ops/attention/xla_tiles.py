@@ -31,7 +31,7 @@ from jaxkv.ops.quantised import Stored
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-Added = Callable[..., OnlineSoftmax]
+AddCells = Callable[..., OnlineSoftmax]
 """A function that adds a tile to a partial softmax, see `jaxkv.ops.attention.xla.add_cells`."""
 
 
@@ -52,7 +52,7 @@ def attend_in_blocks(
     v: Stored,
     visibility: Visibility,
     options: AttentionOptions,
-    add_cells: Added,
+    add_cells: AddCells,
     *,
     convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
@@ -74,7 +74,7 @@ def add_tiles_one_by_one(
     v: Stored,
     live: ActiveTiles,
     options: AttentionOptions,
-    add_cells: Added,
+    add_cells: AddCells,
     start: OnlineSoftmax | None = None,
     *,
     convert_in_loop: bool = False,
