@@ -64,23 +64,19 @@ def place_ubatch(
     after = table.stream_hash_after(ubatch, occupied)
     ids = jnp.where(ubatch.valid, ubatch.sequences, builder.final_reason.size)
     fault = jnp.where(jnp.all(builder.reason == Reason.OK), fault, Reason.OK)
-    final_reason = builder.final_reason.at[ids].max(fault, mode="drop")
+    reason = builder.final_reason.at[ids].max(fault, mode="drop")
     if ubatch.shared_with is not None:
         valid = ubatch.valid[..., None] & (ubatch.shared_with >= 0)
         ids = jnp.where(valid, ubatch.shared_with, builder.final_reason.size)
-        final_reason = final_reason.at[ids].max(
-            jnp.where(valid, fault[..., None], Reason.OK), mode="drop"
-        )
-    final_reason = jnp.where(mixed, Reason.MIXED_ROW, final_reason)
-    return replace(builder, table=occupied, final_reason=final_reason), replace(
-        ubatch, hash_after=after
-    )
+        reason = reason.at[ids].max(jnp.where(valid, fault[..., None], Reason.OK), mode="drop")
+    reason = jnp.where(mixed, Reason.MIXED_ROW, reason)
+    return replace(builder, table=occupied, final_reason=reason), replace(ubatch, hash_after=after)
 
 
 @jit_table
 def finish_plan(builder: PlanBuilder) -> Plan:
     """Return the `Plan`, to which the caller adds the ubatches."""
-    reason, final_reason = builder.final_reason, builder.final_reason != builder.reason
+    reason, is_placement_fault = builder.final_reason, builder.final_reason != builder.reason
     ok = jnp.all(reason == Reason.OK)
     # The sequences that are not refused have enough cells, but perhaps in too short runs.
     is_fragmented = ~ok & (reason == Reason.OK) & ~builder.together
@@ -90,8 +86,8 @@ def finish_plan(builder: PlanBuilder) -> Plan:
         ok=ok,
         reason=reason,
         fits=reason == Reason.OK,
-        expected=jnp.where(final_reason | is_fragmented, builder.demand, builder.expected),
-        actual=jnp.where(final_reason | is_fragmented, builder.available, builder.actual),
+        expected=jnp.where(is_placement_fault | is_fragmented, builder.demand, builder.expected),
+        actual=jnp.where(is_placement_fault | is_fragmented, builder.available, builder.actual),
     )
 
 
