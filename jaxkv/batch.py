@@ -449,10 +449,10 @@ def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int
 
 
 def expand_streams_to_rows(
-    x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
+    x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], row_is_sequence: bool
 ) -> Shaped[Array, "R ..."]:
-    """Return `x[row_stream]`; a True `in_order` promises that row r is sequence r."""
-    if not in_order:
+    """Return `x[row_stream]`; if `row_is_sequence` is True, row r must be sequence r."""
+    if not row_is_sequence:
         return x[row_stream]
     rows, streams = row_stream.shape[0], x.shape[0]
     x = jnp.broadcast_to(x[:, None], (streams, rows // streams, *x.shape[1:]))

@@ -124,10 +124,10 @@ def _build_ubatch(
     outputs: int,
 ) -> Ubatch:
     spec, part = table.spec, gather_rows(batch, index)
-    in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
+    row_is_sequence = spec.single_sequence_rows and index.shape[0] == spec.sequences
     if not spec.single_sequence_rows:
         row = jnp.zeros(index.shape[0], jnp.int32)
-    elif in_order:
+    elif row_is_sequence:
         row = jnp.arange(spec.sequences, dtype=jnp.int32)
     else:
         row = jnp.maximum(_row_sequence(part), 0)
@@ -147,7 +147,7 @@ def _build_ubatch(
             part.positions,
             part.sequences,
             part.valid,
-            _hash_row_contexts(before, stream, in_order),
+            _hash_row_contexts(before, stream, row_is_sequence),
         ),
         valid=part.valid,
         more=part.valid & more.at[part.sequences].get(mode="fill", fill_value=False),
@@ -156,19 +156,19 @@ def _build_ubatch(
         hash_before=before,
         hash_after=before,
         spec=spec,
-        row_is_sequence=in_order,
+        row_is_sequence=row_is_sequence,
         shared_with=part.shared_with,
         extra=part.extra,
     )
 
 
 def _hash_row_contexts(
-    digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
+    digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], row_is_sequence: bool
 ) -> UInt32[Array, " R"]:
     """Return a hash of the stream of each row, combined over the parts of a hybrid cache."""
     leaves = jax.tree.leaves(digests)
     return reduce(
-        jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]
+        jnp.add, [expand_streams_to_rows(mix(digest), stream, row_is_sequence) for digest in leaves]
     )
 
 
