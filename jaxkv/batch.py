@@ -130,7 +130,7 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """For each row, return after how many tokens its last `count` states are reached.
+        """For each row, return after how many tokens each of the last `count` states is reached.
 
         For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0 means
         the state before the first token of the row, which `write_states` skips. The argument

@@ -204,7 +204,7 @@ class CacheSpec:
 
         `seq_cp` and `seq_select` replace the source of the target by the source of the copied
         sequence. If the range of `seq_cp` is empty, the target keeps its source. After a copy,
-        sequences of one stream share the source. `seq_rm` removes the source only if it removes the
+        sequences of one stream share the source. `seq_rm` removes the source only together with the
         whole sequence. Shifts, `seq_pos_min` and `seq_pos_max` ignore sources.
 
         The arguments are those of `CacheSpec.attention`, but `value_dim` must not be a slice.

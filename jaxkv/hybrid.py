@@ -183,7 +183,7 @@ class HybridMaintenancePlan(MaintenancePlan):
 class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
-    layers: For each part, a tuple with the number in the model of each layer of the part. Static.
+    layers: For each part, a tuple of the numbers that its layers have in the model. Static.
     sharding_rules: Static mesh axes that split the cache; equal in all parts.
     """
 
@@ -248,7 +248,7 @@ class HybridTable(CacheTable):
         )
 
     def cache_spec(self, buffers: tuple) -> CacheSpec:
-        """Return the hybrid `CacheSpec` of a cache with these buffers."""
+        """Return the `CacheSpec` of a cache with this table and the given buffers."""
         parts = zip(self.parts, buffers, self.layers, strict=True)
         return CacheSpec.hybrid(
             *((part.cache_spec(arrays), layers) for part, arrays, layers in parts)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, as values that a model and its cache share."""
+"""Rotary position embeddings: values that a model and a cache share."""
 
 from __future__ import annotations
 

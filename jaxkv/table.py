@@ -125,7 +125,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def cache_spec(self, buffers: PyTree) -> CacheSpec:
-        """Return the `CacheSpec` of a cache with this table and these buffers."""
+        """Return the `CacheSpec` of a cache with this table and the given buffers."""
 
     @property
     @abstractmethod

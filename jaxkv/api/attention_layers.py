@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 OPTIONS = ("scale", "softcap", "sinks")
-"""Options of `attend` that a model may pass to its attention function."""
+"""Options of `attend` that a model may pass."""
 NO_EFFECT = ("mask", "is_causal", "deterministic", "broadcast_dropout", "dropout_rng", "dtype")
 NO_EFFECT += ("precision", "module", "implementation")
 """Ignored options of `flax` and `jax.nn`; the cache determines the mask, and dropout is off."""
@@ -26,7 +26,7 @@ class AttentionLayers:
     Pass the object as the attention function of `nnx.MultiHeadAttention`, of Linen's
     `MultiHeadDotProductAttention`, or of any model that calls a function of q, k and v. Each call
     attends in the next layer of the cache. To choose a layer, index the object. The model must
-    apply its rope to queries and keys. The option `mask` is ignored.
+    apply the rope to queries and keys. The option `mask` is ignored.
 
     Inside of `jax.checkpoint` or a scan, call `attend` in place of the object.
 

@@ -42,7 +42,7 @@ def attend(
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write keys and values of a ubatch into a layer, and attend to the visible cells.
 
-    A token attends to cells of its sequences at positions in the window and not after its own.
+    A token attends to cells of its own sequences, at positions in the window up to the token.
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
@@ -313,7 +313,7 @@ def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -
 
 
 def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
-    """Return the number as an int; if the cache is stacked, it may also be a traced int32."""
+    """Return the layer number as an int, or as an int32 tracer if the cache is stacked."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return static_layer_number(layer)
     if jnp.shape(layer):

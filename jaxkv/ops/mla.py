@@ -45,7 +45,7 @@ class ValueSlice:
 
 
 Values = Stored | ValueSlice
-"""Stored values of a layer, or the slice of the keys that replaces them."""
+"""Stored values of a layer, or a slice of the keys in place of values."""
 
 
 def value_dim(v: Values) -> int:

@@ -36,7 +36,7 @@ class PlanBuilder:
     reason: Reason of each sequence before slots are chosen.
     final_reason: Reason of each sequence, including reasons found while slots are chosen.
     expected, actual: For each sequence, either positions or numbers of cells, see `Plan`.
-    demand, available: Number of cells that each sequence requires, and number that it can get.
+    demand, available: Numbers of cells that each sequence requires and can get.
     together: Whether each sequence fits for certain in a batch without the refused sequences.
     """
 
@@ -221,7 +221,7 @@ def find_diverged_pairs(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return which sequences of a token differ from its first sequence in an earlier token.
+    """Return which sequences of a token have other earlier tokens than the first sequence.
 
     Stored cells and earlier tokens of the batch are compared. Results are for pairs, `[M]`.
     """
@@ -248,8 +248,8 @@ def num_required_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lowest id of the group of each sequence, and the cells that each group requires.
 
-    Sequences that share their first token are a group. The cells of a group are counted at its
-    lowest id; other ids require 0 cells.
+    Sequences that share a first token are a group. Cells are counted for the lowest id of a group;
+    other ids require 0 cells.
     """
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]

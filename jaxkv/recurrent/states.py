@@ -34,7 +34,7 @@ class States:
 
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
-    cell_hash: Hash of the state in each cell, that of its last token; see `jaxkv.core.hashing`.
+    cell_hash: Hash of the state in each cell: the hash of the last token (`jaxkv.core.hashing`).
     content: Sum of the hashes of all tokens in the state of each cell, at positions before shifts.
     layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
@@ -128,7 +128,7 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return the hash of each current state (0 if none), and whether it equals the given hash."""
+    """Return the content of each current state (0 if none), and whether it equals `contents`."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -185,7 +185,7 @@ def seq_rm(
 
     A range without tokens has no effect. A range from 0 to the last token empties the sequence. A
     range from `start` to the last token requires a stored state at `start` - 1, which becomes the
-    current state. Other ranges are refused. If it is refused for one sequence, no sequence changes.
+    current state. Other ranges are refused. A refusal for one sequence changes no sequence.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok

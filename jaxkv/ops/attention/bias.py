@@ -60,10 +60,9 @@ BiasOfLists = jax.Array | PositionBias
 def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     """Check the bias of a caller; return an array `[R, T, H or 1, N]`, a `PositionBias` or None.
 
-    The argument `shape` is (R, T, H, N). Raises a TypeError if the bias is neither a function nor
-    an array of floats, if the function returns anything else than one array of floats, or if the
-    function closes over traced arrays that are not among its leaves. Raises a ValueError if the
-    bias does not broadcast to the shape.
+    The argument `shape` is (R, T, H, N). Raises a TypeError unless the bias is an array of floats,
+    or a function that returns one. Raises a TypeError if the function closes over traced arrays
+    that are not its leaves. Raises a ValueError if the bias does not broadcast to the shape.
     """
     if bias is None:
         return None

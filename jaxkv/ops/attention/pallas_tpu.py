@@ -54,7 +54,7 @@ VMEM = 6 << 20
 """Largest number of bytes of tiles and logits in fast memory; the limit of a kernel is 16 MB."""
 
 PAIRS = 1 << 17
-"""Largest number of pairs of a block and a tile; their list is in scalar memory of 1 MB."""
+"""Largest number of (block, tile) pairs; the list of pairs is in scalar memory of 1 MB."""
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:

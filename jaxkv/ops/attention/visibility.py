@@ -24,7 +24,7 @@ Tree = TypeVar("Tree")
 class Visibility:
     """Inputs of the mask: the cells of S streams, and P lists of T tokens.
 
-    A token attends to the cells of its sequence at positions in the window and up to its own.
+    A token attends to cells of its own sequence, at positions in the window up to the token.
 
     position: Position of each cell.
     owners: For each cell, a bit mask of the sequences that own the cell.

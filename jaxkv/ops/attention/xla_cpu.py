@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 FEW = 0.4
-"""Fraction of active tiles below which a loop over them is faster than reading all cells."""
+"""Fraction of active tiles below which a loop over active tiles is faster than all cells."""
 
 SMALL = 4
 """Largest number of tiles of all lists together for which all cells are always read at once."""
@@ -43,7 +43,7 @@ LOGITS = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Number of cells of a stream from which on SEVERAL is 2."""
+"""Smallest number of cells of a stream for which the limit SEVERAL is 2."""
 
 THIN = 32
 """Largest number of queries of a key head for which cells are cut into parts."""
