@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Batch:
     """Tokens for `init_batch`, as a flat list `[B]` or as rows `[R, T]`; see `make_batch`.
 
-    The function `make_batch` keeps JAX arrays, and converts all other inputs to NumPy arrays.
+    Arrays are JAX arrays if JAX arrays were passed to `make_batch`, else NumPy arrays.
 
     tokens: token ids; None if the batch has embeddings.
     embeddings: embedding of each token; None if the batch has token ids.
@@ -178,9 +178,9 @@ def make_batch(
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
         - For a token that several sequences share, a list of ids in place of one id, or an array
-          `[B, n]` or `[R, T, n]` of ids, padded with -1. If the owners of a shared token differ in
-          an earlier token, the plan is refused (`Reason.DIVERGED`). Recurrent caches accept no
-          shared tokens.
+          `[B, n]` or `[R, T, n]` of ids, padded with -1. If the owners of a token differ in an
+          earlier token, the plan is refused (`Reason.DIVERGED`). Recurrent caches accept no shared
+          tokens.
 
       positions: int32 position of each token; by default, the next positions of each sequence.
       outputs: bool, True for tokens that need logits; default the last token of each sequence.
@@ -426,10 +426,7 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
 
 
 def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
-    """Return the ubatch for one device, with the rows of other devices as padding.
-
-    Streams are numbered from 0 to `count` - 1 on each device.
-    """
+    """Return the ubatch of a device with `count` streams; rows of other devices are padding."""
     if not axes:
         return ubatch
     stream, is_own = to_local_index(ubatch.row_stream, axes, count)

@@ -207,7 +207,7 @@ class CacheSpec:
         sequences of one stream share the source. `seq_rm` removes the source only together with the
         whole sequence. Shifts, `seq_pos_min` and `seq_pos_max` ignore sources.
 
-        The arguments are those of `CacheSpec.attention`, but `value_dim` must not be a slice.
+        For arguments see `CacheSpec.attention`; `value_dim` must not be a slice.
 
         Raises:
           TypeError: If a count is not an integer.

@@ -66,10 +66,7 @@ def _combine_parts_and_buffers(
 def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the edited table if all parts accept the edit, otherwise the old table.
-
-    The edit is also refused if it makes `SequenceStatus.missing` True for a sequence.
-    """
+    """Return the old table and False if a part refuses, or `missing` becomes True."""
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
     present = jnp.ones(table.spec.sequences, bool)
@@ -81,7 +78,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy up to the same last positions, and these positions."""
+    """Return whether all parts copy up to equal last positions, and these positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -404,7 +401,7 @@ class _EncoderHybridTable(HybridTable):
 def compose_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
     """Combine pairs of a cache and its layer numbers into a hybrid cache (see `CacheSpec.hybrid`).
 
-    Raise ValueError if the parts have different numbers of sequences or streams.
+    The parts must have equal numbers of sequences and streams.
     """
     whole = CacheSpec.hybrid(*((cache.spec, numbers) for cache, numbers in parts))
     caches, layers = (

@@ -115,7 +115,7 @@ class CacheTable(Partitioned):
 
     An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
     A range has the positions from `start` to `stop` - 1. A negative start means 0, a negative stop
-    means no end, and a stop of 0 means an empty range. A refused edit returns the table and False.
+    means no end, and stop 0 means an empty range. A refused edit returns the old table and False.
     """
 
     @property
@@ -214,8 +214,8 @@ class CacheTable(Partitioned):
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the same cells as another sequence.
 
-        `partner[q]` is the index, within the stream of sequence q, of the sequence to compare with.
-        Recurrent caches raise TypeError.
+        Sequence q is compared with the sequence at index `partner[q]` of the same stream. Recurrent
+        tables raise.
         """
         del partner
         raise TypeError(
@@ -248,10 +248,7 @@ class CacheTable(Partitioned):
         """Return the slot of each token, and the `Reason` of each token."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
-        """Return this part's slots for a ubatch that stores tokens only in other parts.
-
-        The default result None means that layers of this part raise an error for the ubatch.
-        """
+        """Return slots for a ubatch without tokens for this part; None if layers must raise."""
         del ubatch
 
     def as_encoder_table(self) -> Self:

@@ -1,7 +1,7 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
 The bounds `p0` and `p1` of a range have the same meaning in all edits; see `seq_rm`. An edit makes
-ubatches stale that were planned earlier for the edited stream.
+all earlier ubatches of the edited stream stale.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def seq_cp(
 
     Within a stream, the copy shares the cells of the range and copies no buffer. A target in the
     stream of `src` keeps its own tokens, so first call `seq_rm` for the target and the range. A
-    copy to another stream copies keys and values, and replaces all old tokens of the target. If
-    several targets are in one other stream, keys and values are copied once. Recurrent states and
-    the encoder source of a target are replaced, unless the range is empty.
+    copy to another stream copies keys and values, and replaces all old tokens of the target.
+    Several targets in one other stream share one copy. Recurrent states and the encoder source of a
+    target are replaced, unless the range is empty.
 
     - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
     - `ok` is False if no recurrent state is stored at the end of the range.

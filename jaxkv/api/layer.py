@@ -102,8 +102,7 @@ def attend(
         `visible_until` is not of integers.
       TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given; with values that are key slices, if `v` is
-        given.
+      TypeError: If only one of `k` and `v` is given; if values are key slices, `v` must be None.
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 

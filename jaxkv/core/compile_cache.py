@@ -16,8 +16,7 @@ def cached_program(build: Callable[..., P], *functions: Callable) -> P:
 
     Two bound methods with the same function and object have the same program. The argument `build`
     is called with a getter of each function. The getters have weak references, so the caller must
-    keep the functions alive while the program runs. Raises a TypeError if a function is not
-    callable, or does not support weak references.
+    keep the functions alive while the program runs.
     """
     for function in functions:
         if not callable(function):

@@ -69,8 +69,8 @@ def check_int32(
     """Return integers as int32: a JAX array if `value` is a JAX array or traced, else NumPy.
 
     Traced integers are clipped to `[low - 1, high + 1]` if int32 permits, so an invalid integer
-    never becomes valid. Raises a TypeError for values that are not integers. Raises a ValueError
-    for lists of different lengths, and, with `advice`, for an untraced integer out of bounds.
+    never becomes valid. Raises a ValueError for lists of different lengths, and, with `advice`, for
+    an untraced integer out of bounds.
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)

@@ -221,10 +221,7 @@ def find_diverged_pairs(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return which sequences of a token have other earlier tokens than the first sequence.
-
-    Stored cells and earlier tokens of the batch are compared. Results are for pairs, `[M]`.
-    """
+    """Return which sequences of a token have other cells or earlier tokens than the first."""
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0
@@ -248,8 +245,7 @@ def num_required_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lowest id of the group of each sequence, and the cells that each group requires.
 
-    Sequences that share a first token are a group. Cells are counted for the lowest id of a group;
-    other ids require 0 cells.
+    Sequences that share a first token are a group. Its cells count for the lowest id, 0 for others.
     """
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]

@@ -31,7 +31,7 @@ MIN_OUTPUTS = 8
 
 
 CHEAP_SIZE = 64
-"""Largest size of a ubatch that is computed faster than another shape is compiled."""
+"""Size of a ubatch up to which padding costs less than the compilation of another shape."""
 
 
 def lay_out_batch(
@@ -68,7 +68,6 @@ def lay_out_batch(
 
 
 def _max_outputs(spec: TableSpec, batch: Batch) -> int:
-    """Return an upper bound of the number of outputs of a traced batch."""
     most = size = batch.valid.size
     if batch.outputs is None:
         ids = [ids for ids in (batch.sequences, batch.shared_with) if ids is not None]
@@ -335,7 +334,7 @@ def _pad_rows_to_longest(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray
 
 
 def _pad_row_lengths(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
-    """Pad rows of equal length to the next power of two, at most `ubatch_size`; `[R, T]`."""
+    """Pad rows of equal length to a power of two, at most `ubatch_size`; return `[R, T]`."""
     length = len(rows[0])
     part = np.full((len(rows), min(next_power_of_two(length), ubatch_size)), NO_SLOT, np.int32)
     part[:, :length] = rows

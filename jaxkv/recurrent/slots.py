@@ -127,7 +127,7 @@ def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Note in the field `layer_hash` that a layer has written the given cells."""
+    """Record in the field `layer_hash` that a layer has written the given cells."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_hash = states.layer_hash.at[layer, *where].set(stamp, mode="drop", unique_indices=True)

@@ -136,7 +136,7 @@ def compare_last_tokens(
 
 
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
-    """Return which cells of each stream occur in `cell`, the cell indices of each sequence."""
+    """Return which cells of each stream are used, given the cell indices of each sequence."""
     return (
         jnp.zeros(states.cell_hash.shape, bool)
         .at[streams_of_sequences(states), cell]

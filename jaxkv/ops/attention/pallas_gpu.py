@@ -84,7 +84,6 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
 
 
 def _needs_float32(q: jax.Array, k: Stored, v: Stored) -> bool:
-    """Return whether an array is float32, so that products need float32 precision."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 

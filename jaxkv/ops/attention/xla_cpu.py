@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 FEW = 0.4
-"""Fraction of active tiles below which a loop over active tiles is faster than all cells."""
+"""Fraction of active tiles below which a loop over active tiles is faster than reading all."""
 
 SMALL = 4
 """Largest number of tiles of all lists together for which all cells are always read at once."""
@@ -240,7 +240,6 @@ def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
 
 
 def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`."""
     if weights.shape[5] <= EXACT:  # In a branch a sum takes longer than a product with ones.
         ones = jnp.ones(weights.shape[5], weights.dtype)
         total = jnp.einsum("pkjgtc,c->pkgt", weights, ones)
