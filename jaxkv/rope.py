@@ -185,8 +185,8 @@ class Rope:
           beta_slow: number of turns below which a frequency is divided by the factor.
           attention_factor: number by which rotated queries and keys are multiplied. None means
             0.1 ln(`factor`) + 1 if `factor` is above 1, else 1.
-          truncate: if True, round pair numbers, of `beta_fast` down and of `beta_slow` up; gpt-oss:
-            False.
+          truncate: if True, round the pair index of `beta_fast` down and that of `beta_slow` up;
+            False for gpt-oss.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)

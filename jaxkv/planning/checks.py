@@ -245,7 +245,7 @@ def num_required_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lowest id of the group of each sequence, and the cells that each group requires.
 
-    Sequences that share a first token are a group. Its cells count for the lowest id, 0 for others.
+    Sequences that share a first token are a group. The lowest id gets all cells of the group.
     """
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]

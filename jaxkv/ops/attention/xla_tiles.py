@@ -81,8 +81,8 @@ def add_tiles_one_by_one(
 ) -> OnlineSoftmax:
     """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
-    The queries `q` are packed and scaled. If `convert_in_loop` is True, each tile is converted in
-    the loop.
+    The queries `q` are packed and scaled. With `convert_in_loop`, each tile is converted in the
+    loop.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)
