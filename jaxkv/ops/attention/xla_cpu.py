@@ -36,14 +36,14 @@ SMALL = 4
 LARGE = 16
 """Largest number of tokens of a list for which all cells may be read at once."""
 
-SEVERAL = 8
+MIN_TOKENS_BY_TILE = 8
 """Smallest number of tokens of a list for which tiles are read singly if logits exceed 8 MB."""
 
 LOGITS = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Smallest number of cells of a stream for which the limit SEVERAL is 2."""
+"""Smallest number of cells of a stream for which the limit MIN_TOKENS_BY_TILE is 2."""
 
 THIN = 32
 """Largest number of queries of a key head for which cells are cut into parts."""
@@ -186,7 +186,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
     """Return whether computing the logits of all cells takes longer than a loop over tiles."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
-    several = tokens >= SEVERAL or (tokens > 1 and k.shape[2] >= HUGE)
+    several = tokens >= MIN_TOKENS_BY_TILE or (tokens > 1 and k.shape[2] >= HUGE)
     return tokens > LARGE or (several and logits > LOGITS)
 
 
