@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def with_derivatives_of(
-    plain: Callable[..., OnlineSoftmax], way: Callable[..., OnlineSoftmax]
+    plain: Callable[..., OnlineSoftmax], implementation: Callable[..., OnlineSoftmax]
 ) -> Callable[..., OnlineSoftmax]:
-    """Return the implementation `way` with the forward and reverse derivatives of `plain`."""
+    """Return `implementation` with the forward and reverse derivatives of `plain`."""
     # A loop with a data-dependent length has no reverse mode, and the fastest implementation may
     # have slow derivatives.
 
@@ -33,7 +33,7 @@ def with_derivatives_of(
         # computes the derivative after the trace of `seen` has ended. A bias is part of `seen`.
         @jax.custom_jvp
         def run_forward(arrays: tuple, seen: PyTree) -> OnlineSoftmax:
-            return way(*arrays, seen, options)
+            return implementation(*arrays, seen, options)
 
         @run_forward.defjvp
         def compute_jvp(primals: tuple, tangents: tuple) -> tuple[OnlineSoftmax, OnlineSoftmax]:
@@ -44,7 +44,7 @@ def with_derivatives_of(
     return partial_attention
 
 
-def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
+def fold_vmap(implementation: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
     """Return an implementation in which a `vmap` over caches runs as one cache with all streams."""
     # Otherwise a `cond` would compute both branches, and a loop would run for all caches until the
     # longest loop ends.
@@ -56,7 +56,7 @@ def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]
         def attend_single(
             q: jax.Array, k: Stored, v: Stored, visibility: Visibility
         ) -> OnlineSoftmax:
-            return way(q, k, v, visibility, options)
+            return implementation(q, k, v, visibility, options)
 
         @attend_single.def_vmap
         def attend_batch(
