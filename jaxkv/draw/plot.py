@@ -70,7 +70,7 @@ def cells(cache: Cache, ax: Axes | None = None) -> Axes:
     )
     sequences = np.unique(owner[owner >= 0]).tolist()
     ax.imshow(
-        _marks_to_rgb(owner), aspect="equal" if streams == 1 else "auto", interpolation="none"
+        _colour_ids_to_rgb(owner), aspect="equal" if streams == 1 else "auto", interpolation="none"
     )
     if view.position.size <= TEXTS and across <= ACROSS:
         _draw_grid_lines(ax, owner.shape)
@@ -205,14 +205,14 @@ def attention_mask(
     view = make_cell_view(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
-    marks = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))
+    colour_ids = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))
     if by_position:
-        marks = _marks_by_position(view, seen, sequence)
+        colour_ids = _colour_ids_by_position(view, seen, sequence)
     ax = _ensure_axes(ax)
-    ax.imshow(_marks_to_rgb(marks), aspect="auto", interpolation="none")
-    if marks.size <= 40 * 64:
-        _draw_grid_lines(ax, marks.shape)
-    ticks = _choose_ticks(len(marks))
+    ax.imshow(_colour_ids_to_rgb(colour_ids), aspect="auto", interpolation="none")
+    if colour_ids.size <= 40 * 64:
+        _draw_grid_lines(ax, colour_ids.shape)
+    ticks = _choose_ticks(len(colour_ids))
     ax.set_yticks(ticks, [f"{sequence[i]} : {at[i]}" for i in ticks])
     ax.set_ylabel("token, sequence : position")
     ax.set_xlabel("position" if by_position else "cell of its stream")
@@ -279,22 +279,22 @@ def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
     return np.pad(x[0], (0, missing), constant_values=fill).reshape(-1, across)
 
 
-def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
-    """Return the RGB of marks; a mark is a sequence id, -1 (empty), -2 (padding) or -3 (masked)."""
+def _colour_ids_to_rgb(colour_ids: np.ndarray) -> np.ndarray:
+    """Return the RGB of colour ids: a sequence id, -1 (empty), -2 (padding) or -3 (masked)."""
     to_rgb = _import_matplotlib("colors").to_rgb
     table = np.array([to_rgb(colour) for colour in (*PALETTE, GREY, FREE, FREE)])
-    return table[np.where(marks < 0, marks, marks % len(PALETTE))]
+    return table[np.where(colour_ids < 0, colour_ids, colour_ids % len(PALETTE))]
 
 
-def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
-    """Return marks `[T, n]` (see `_marks_to_rgb`), with a column for each position."""
+def _colour_ids_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+    """Return colour ids `[T, n]` (see `_colour_ids_to_rgb`), with a column for each position."""
     width = int(view.position.max()) + 1
-    marks = np.full((len(seen), width), -1)
+    colour_ids = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):
         positions = view.sequence_positions(int(seq))
         is_present = positions != EMPTY
-        marks[i, positions[is_present]] = np.where(seen[i, is_present], seq, -3)
-    return marks
+        colour_ids[i, positions[is_present]] = np.where(seen[i, is_present], seq, -3)
+    return colour_ids
 
 
 def _draw_grid_lines(ax: Axes, shape: tuple[int, ...]) -> None:
