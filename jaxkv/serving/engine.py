@@ -165,7 +165,7 @@ class Engine:
         self._schedule = Scheduler(
             table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
         )
-        self._cut_short = False
+        self._is_cache_lost = False
         self._next = 0
         self._done: list[RequestOutput] = []
 
@@ -217,7 +217,7 @@ class Engine:
         if text is None:
             return False
         self._check_cache()
-        with self._note_if_cut_short():
+        with self._record_cache_loss():
             self._finish_requests([(text, FinishReason.CANCELLED)])
         return True
 
@@ -357,7 +357,7 @@ class Engine:
         self._prefixes.warm_up()
 
     def _check_cache(self) -> None:
-        if self._cut_short or not self._runner.has_cache:
+        if self._is_cache_lost or not self._runner.has_cache:
             raise RuntimeError(
                 "expected an engine with its cache, got one that has lost it: a step was cut short "
                 "by an error or an interrupt, or engine.cache was donated. Make a new engine with "
@@ -365,13 +365,13 @@ class Engine:
             )
 
     @contextmanager
-    def _note_if_cut_short(self) -> Iterator[None]:
+    def _record_cache_loss(self) -> Iterator[None]:
         """Mark the cache as lost if the `with` block raises after a new cache was stored."""
         before = self._runner.cache
         try:
             yield
         except BaseException:
-            self._cut_short = self._runner.cache is not before
+            self._is_cache_lost = self._runner.cache is not before
             raise
 
     def _live_request(self, request_id: int) -> RequestState | None:
@@ -386,13 +386,13 @@ class Engine:
 
     def _run_step(self) -> None:
         self._check_cache()
-        with self._note_if_cut_short():
+        with self._record_cache_loss():
             self._schedule.admit()
         if feeding := self._schedule.prefilling_texts:
-            with self._note_if_cut_short():
+            with self._record_cache_loss():
                 self._run_chunk(feeding)
         if running := self._schedule.running_texts:
-            with self._note_if_cut_short():
+            with self._record_cache_loss():
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
