@@ -75,7 +75,7 @@ class Scheduler:
     def admit(self) -> None:
         """Assign sequences to waiting requests in order, until a request does not fit."""
         for stream in range(self._table.spec.streams):  # running requests need cells first
-            while not self._has_room(stream) and self._prefixes.evict_one(stream):
+            while not self._has_enough_cells(stream) and self._prefixes.evict_one(stream):
                 pass
         while self._waiting and self._waiting[0] is not self._stuck:
             text, free = self._waiting[0], self._free_sequences()
@@ -114,13 +114,13 @@ class Scheduler:
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )
         return any(
-            self._try_assign_sequence(text, sequence, match, gives_way)
-            for gives_way in (False, True)
+            self._try_assign_sequence(text, sequence, match, may_evict)
+            for may_evict in (False, True)
             for sequence in free
         )
 
     def _try_assign_sequence(
-        self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
+        self, text: RequestState, sequence: int, match: PrefixMatch, may_evict: bool
     ) -> bool:
         """Return whether the request fits; if not, restore the cache and the store."""
         past, near = (
@@ -129,8 +129,8 @@ class Scheduler:
         )
         self._placed[sequence], text.sequence = text, sequence
         found = self._prefixes.fork_prefix(match, sequence) if near else match.hit
-        while not self._has_room(self.stream_of(text)):
-            if not (gives_way and self._prefixes.evict_one(self.stream_of(text))):
+        while not self._has_enough_cells(self.stream_of(text)):
+            if not (may_evict and self._prefixes.evict_one(self.stream_of(text))):
                 self._prefixes.rewind(past)
                 self._placed[sequence], text.sequence = None, -1
                 return False
@@ -139,7 +139,7 @@ class Scheduler:
         )
         return True
 
-    def _has_room(self, stream: int) -> bool:
+    def _has_enough_cells(self, stream: int) -> bool:
         """Return whether a stream has enough cells for its requests and stored prompts."""
         beside = self.texts_in_stream(stream)
         kept = self._prefixes.num_stored_tokens(stream)
