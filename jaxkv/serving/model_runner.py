@@ -76,9 +76,9 @@ class ModelRunner:
         stop_tokens: StopTokens,
         limits: EngineConfig,
     ):
-        self._forward, self._weights, self.cache = forward, params, cache
-        self._facts, self._limits = cache.table.spec, limits
-        self._shapes = chunk_shapes(self._facts, limits.prefill_chunk)
+        self._forward, self._params, self.cache = forward, params, cache
+        self._spec, self._limits = cache.table.spec, limits
+        self._shapes = chunk_shapes(self._spec, limits.prefill_chunk)
         stop = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0)
         if np.ndim(stop) != 1:
             raise ValueError(
@@ -110,14 +110,14 @@ class ModelRunner:
             )
             for text in texts
         ]
-        chunk, counts = cut_chunk(self._facts, self._shapes, parts)
+        chunk, counts = cut_chunk(self._spec, self._shapes, parts)
         logits, plan = self._compute_chunk(chunk)
         ready = [
             text
             for text, n in zip(texts, counts, strict=True)
             if text.num_computed_tokens + n == text.num_required_tokens
         ]
-        none = np.zeros((self._facts.sequences, 0), np.int32)
+        none = np.zeros((self._spec.sequences, 0), np.int32)
         nothing = RunnerOutput(SampledTokens._make([none] * 2), np.zeros(len(none), np.int32), ())
         first = self._sample_first_tokens(ready, logits, turns=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
@@ -128,13 +128,13 @@ class ModelRunner:
     def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
         """Generate up to `turns` tokens for each request."""
         sampler, stop, options = self._make_resume_options(texts, turns)
-        tokens = np.zeros(self._facts.sequences, np.int32)
+        tokens = np.zeros(self._spec.sequences, np.int32)
         for text in texts:
             tokens[text.sequence] = text.tokens[-1]
         state = make_decode_state(self.cache, tokens, None, sampler=sampler, **options)
         self.cache, state, *sampled = decode(
             self._forward,
-            self._weights,
+            self._params,
             self.cache,
             state,
             num_tokens=self._limits.tokens_per_step,
@@ -147,7 +147,7 @@ class ModelRunner:
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
         """Remove all tokens of some sequences; each choice of sequences runs the same program."""
-        rows = np.arange(self._facts.sequences, dtype=np.int32)
+        rows = np.arange(self._spec.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
 
@@ -169,7 +169,7 @@ class ModelRunner:
         """Compute a chunk; return the logits, and the fields `ok` and `reason` of the plan."""
         program = chunk_program(self._forward)
         table, buffers, logits, plan = program(
-            self._weights, self.cache.table, self.cache.buffers, chunk
+            self._params, self.cache.table, self.cache.buffers, chunk
         )
         self.cache = merge(table, buffers)
         return logits, plan
@@ -178,7 +178,7 @@ class ModelRunner:
         self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], turns: int
     ) -> RunnerOutput:
         sampler, stop, options = self._make_resume_options(texts, turns)
-        none = np.zeros(self._facts.sequences, np.int32)
+        none = np.zeros(self._spec.sequences, np.int32)
         state = make_decode_state(self.cache, none, None, sampler=sampler, **options)
         state, *samples = sample_first_tokens(self.cache.table, sampler, logits, stop, state)
         return RunnerOutput(SampledTokens(*samples), state.reason, self._constraint_states(state))
@@ -191,7 +191,7 @@ class ModelRunner:
         self, texts: Sequence[RequestState], turns: int
     ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
         """Return the sampler, the stop tokens, and the options of `make_decode_state`."""
-        rows, last_n = self._facts.sequences, self._limits.penalty_last_n
+        rows, last_n = self._spec.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
         states: list[PyTree] = [None] * rows
         stop = np.full((rows, len(self._stop) + self._limits.max_stop_tokens), -1, np.int32)
