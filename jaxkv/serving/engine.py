@@ -410,9 +410,9 @@ class Engine:
         self._append_tokens(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
     def _generate(self, texts: list[RequestState]) -> None:
-        turns = self._choose_num_tokens(texts)
-        allowed = {text.sequence: min(text.num_remaining_tokens, turns) for text in texts}
-        outcome = self._runner.generate(texts, turns)
+        max_tokens = self._choose_num_tokens(texts)
+        allowed = {text.sequence: min(text.num_remaining_tokens, max_tokens) for text in texts}
+        outcome = self._runner.generate(texts, max_tokens)
         refused = self._append_tokens(texts, allowed, outcome)
         if refused:
             self._preempt(refused, outcome.reasons)

@@ -97,8 +97,8 @@ class ModelRunner:
         for sampling in sampler_variants(self._limits.sampling_options):
             like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
             nothing = [RequestState(id=-1, request=like, tokens=[0], sequence=0)]
-            self._sample_first_tokens(nothing, logits[0], turns=0)
-            self.generate(nothing, turns=0)
+            self._sample_first_tokens(nothing, logits[0], max_tokens=0)
+            self.generate(nothing, max_tokens=0)
         self.remove_sequences([])
         jax.block_until_ready(self.cache.buffers)
 
@@ -119,15 +119,15 @@ class ModelRunner:
         ]
         none = np.zeros((self._spec.sequences, 0), np.int32)
         nothing = RunnerOutput(SampledTokens._make([none] * 2), np.zeros(len(none), np.int32), ())
-        first = self._sample_first_tokens(ready, logits, turns=1) if ready else nothing
+        first = self._sample_first_tokens(ready, logits, max_tokens=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
         if ok and ready:  # otherwise the samples are discarded
             return counts, first
         return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
 
-    def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
-        """Generate up to `turns` tokens for each request."""
-        sampler, stop, options = self._make_resume_options(texts, turns)
+    def generate(self, texts: Sequence[RequestState], max_tokens: int) -> RunnerOutput:
+        """Generate up to `max_tokens` tokens for each request."""
+        sampler, stop, options = self._make_resume_options(texts, max_tokens)
         tokens = np.zeros(self._spec.sequences, np.int32)
         for text in texts:
             tokens[text.sequence] = text.tokens[-1]
@@ -175,9 +175,9 @@ class ModelRunner:
         return logits, plan
 
     def _sample_first_tokens(
-        self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], turns: int
+        self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], max_tokens: int
     ) -> RunnerOutput:
-        sampler, stop, options = self._make_resume_options(texts, turns)
+        sampler, stop, options = self._make_resume_options(texts, max_tokens)
         none = np.zeros(self._spec.sequences, np.int32)
         state = make_decode_state(self.cache, none, None, sampler=sampler, **options)
         state, *samples = sample_first_tokens(self.cache.table, sampler, logits, stop, state)
@@ -188,7 +188,7 @@ class ModelRunner:
         return state.sampler_state[0] if self._limits.constraint else ()
 
     def _make_resume_options(
-        self, texts: Sequence[RequestState], turns: int
+        self, texts: Sequence[RequestState], max_tokens: int
     ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
         """Return the sampler, the stop tokens, and the options of `make_decode_state`."""
         rows, last_n = self._spec.sequences, self._limits.penalty_last_n
@@ -201,7 +201,7 @@ class ModelRunner:
             row, stops, last = text.sequence, self.stop_tokens_of(text), text.last_tokens(last_n)
             requests[row], states[row] = text.request, text.constraint_state
             stop[row, : len(stops)] = stops
-            limit[row], seed[row] = min(text.num_remaining_tokens, turns), text.request.seed
+            limit[row], seed[row] = min(text.num_remaining_tokens, max_tokens), text.request.seed
             recent[row, last_n - len(last) :] = last
         sampler = make_batch_sampler(
             requests, sampling_options=self._limits.sampling_options, penalty_last_n=last_n
