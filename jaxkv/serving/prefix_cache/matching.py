@@ -117,10 +117,10 @@ def _has_unbroken_prefix(
     cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
 ) -> Bool[Array, " n"]:
     """Return whether each token before a position is in an unshifted cell or was evicted."""
-    mark, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
+    evicted_below, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
-    own_positions = jnp.sort(jnp.where(own_positions < mark, END, own_positions))
+    own_positions = jnp.sort(jnp.where(own_positions < evicted_below, END, own_positions))
     first = jnp.concatenate([jnp.ones(1, bool), own_positions[1:] != own_positions[:-1]])
     below = jnp.cumsum(first, dtype=jnp.int32)[jnp.searchsorted(own_positions, positions) - 1]
     below = jnp.where(jnp.searchsorted(own_positions, positions) == 0, 0, below)
-    return below == jnp.maximum(positions - mark, 0)
+    return below == jnp.maximum(positions - evicted_below, 0)
