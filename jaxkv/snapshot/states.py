@@ -175,7 +175,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         # A state that sequences share is written once into each stream.
         target, index = np.unique(np.stack([stream, state[kept]]), axis=1, return_inverse=True)
         streams, origin = target.astype(np.int32)
-        cells = _lowest_free(host, streams) if fresh else read("cell")[origin]
+        cells = _lowest_free_cells(host, streams) if fresh else read("cell")[origin]
         where = np.full(state.shape, host.num_cells, np.int32)
         where[kept] = cells[index.reshape(-1)]
         host.cell[new] = where
@@ -208,7 +208,7 @@ def _take_newest_states(
     return position, np.pad(state[turns, -pairs:], padding)
 
 
-def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
+def _lowest_free_cells(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
     """Return one free cell for each entry of `streams`, lowest cells first."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
