@@ -50,10 +50,9 @@ def prefill(
         arguments of the jitted function instead.
 
     Returns:
-      A `PrefillResult` with the logits and sequence ids of the output tokens.
-
-      Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
-      bit, and the logits are undefined. Inside of `jit`, the result is padded: the first n rows of
+      A `PrefillResult` with the logits and sequence ids of the output tokens. Inside
+      of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for bit,
+      and the logits are undefined. Inside of `jit`, the result is padded: the first n rows of
       logits `[O, V]` belong to the n output tokens; the other rows have the sequence id -1.
 
     Raises:

@@ -28,19 +28,13 @@ class Sampler:
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
         """Return the initial sampler state, a pytree of arrays `[T, ...]`; empty by default.
 
-        Args:
-          prompts: The last tokens of each prompt, padded in front with -1.
+        The argument `prompts` has the last tokens of each prompt, padded in front with -1.
         """
         del prompts
         return ()
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Return the adjusted logits; a logit of -inf excludes a token.
-
-        Args:
-          logits: float32. Logits of the model.
-          state: Sampler state of the sequences.
-        """
+        """Return the adjusted float32 logits; a logit of -inf excludes a token."""
         del state
         return logits
 

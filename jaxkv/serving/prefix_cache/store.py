@@ -39,6 +39,7 @@ class PrefixStore:
     stays valid for its earlier cache. Only methods of the store may edit the sequences of the
     store. If `seq_add` shifts cells that a stored prompt shares, the shifted tokens cannot be
     forked. Prompts are compared by token ids: assign an id to each image or other model input.
+    Methods raise a ValueError if a cache is traced, or has another spec than the store.
 
     prompts: The stored prompts, least recently used first.
     evicted: Tokens of the last `len(sequences)` evicted prompts, latest last.
@@ -99,7 +100,6 @@ class PrefixStore:
         )
 
     def __repr__(self) -> str:
-        """Return the numbers of prompts, tokens and sequences, and the limit of cells."""
         tokens = sum(prompt.tokens.size for prompt in self.prompts)
         limit = f", at most {self.cells} cells" if self.cells < END else ""
         return (
@@ -122,7 +122,6 @@ class PrefixStore:
           donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
 
         Raises:
-          ValueError: If the cache is traced, or has another spec than the store.
           ValueError: If no token is given, or the sequence is in the store or not in the cache.
           TypeError: If tokens are not integers.
 
@@ -215,8 +214,7 @@ class PrefixStore:
           cells: Maximum number of cells of the store afterwards; 0 evicts all prompts.
 
         Raises:
-          ValueError: If `cells` is below 0, or the cache is traced or has another spec than the
-            store.
+          ValueError: If `cells` is below 0.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -238,9 +236,6 @@ class PrefixStore:
         """Return the number of cells of the store, in all parts of a hybrid cache.
 
         A shared cell counts once, also if it is shared with a sequence outside of the store.
-
-        Raises:
-          ValueError: If the cache is traced, or has another spec than the store.
         """
         self._check_made_for(cache)
         others = np.setdiff1d(np.arange(self._spec.sequences), self.sequences)
@@ -278,9 +273,6 @@ class PrefixStore:
         Args:
           cache: The cache of the store.
           donate: Value of `donate` in later calls. If True, the input cache becomes invalid.
-
-        Raises:
-          ValueError: If the cache is traced, or has another spec than the store.
         """
         self.num_used_cells(cache)
         first_seq, per_stream = self.sequences[0], self._spec.sequences_per_stream
