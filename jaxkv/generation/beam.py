@@ -345,7 +345,7 @@ def _trim_sequences(
     shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
     num_shared = jnp.max(shared, axis=1)
     cache, _ = seq_select(cache, sequences[jnp.argmax(shared, axis=1)], sequences)
-    # `cut` is False if a state is not stored, or if a window evicted cells that are needed there.
+    # `cut` is False if a state is not stored, or if the next token would attend to evicted cells.
     cache, cut = seq_rm(cache, sequences, begins + num_shared)
     cache, _ = seq_rm(cache, sequences, 0, jnp.where(cut, 0, -1))  # 0 to 0 is an empty range
     return cache, jnp.where(cut, num_shared, -1)

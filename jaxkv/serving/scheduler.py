@@ -82,7 +82,7 @@ class Scheduler:
             if not free:
                 return
             match = self._prefixes.find_match(text, [*filter(None, self._placed)], free[0])
-            if match is None:  # it waits for another request
+            if match is None:  # the request waits for another request
                 return
             if not self._assign_sequence(text, free, match):
                 self._stuck = text

@@ -57,7 +57,7 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
     """
     token = HEAD_DEVICES.set(sharding_rules.devices(mesh, "kv_heads"))
     try:
-        cache = jax.eval_shape(lambda: make())  # a new function, not traced before without devices
+        cache = jax.eval_shape(lambda: make())  # new, since traces of `make` are cached
     finally:
         HEAD_DEVICES.reset(token)
     where = shardings(cache, mesh, sharding_rules)

@@ -85,7 +85,7 @@ def write_file(
         module.numpy.save_file(stored, beside, metadata)
         _sync_to_disk(beside)
         os.replace(beside, path)
-    except module.SafetensorError as error:  # a disk that is full, for one
+    except module.SafetensorError as error:  # for example, on a full disk
         raise OSError(
             f"expected to write {path}, got {error}; free some space, or pass another path"
         ) from error

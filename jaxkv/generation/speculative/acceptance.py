@@ -181,5 +181,5 @@ def _accept_guesses(
     chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
     accepted = chance * at_guess(q)[:, 0] < at_guess(p)[:, 0]
     rest = jnp.maximum(p - q, 0)
-    some = jnp.any(rest > 0, axis=1, keepdims=True)  # if p equals q, rounding aside, all are 0
+    some = jnp.any(rest > 0, axis=1, keepdims=True)  # all are 0 if p equals q up to rounding
     return accepted, jnp.where(some, jnp.log(rest), adjusted)

@@ -130,7 +130,7 @@ class PromptLookup(Drafter):
             after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.num_draft_tokens)[None]
             tokens.append(jnp.take_along_axis(pad, after, axis=1))
             valid.append((active & (place >= 0))[:, None] & (tokens[-1] >= 0))
-            if self.num_branches > 1:  # search the next place with another continuation
+            if self.num_branches > 1:  # find an occurrence with another continuation
                 came = [pad[:, n + i : length + i] for i in range(self.num_draft_tokens)]
                 found &= jnp.any(jnp.stack(came, axis=2) != tokens[-1][:, None], axis=2)
         if self.num_branches == 1:

@@ -347,8 +347,8 @@ def _feed_and_verify(
         kept = progress.at + jnp.maximum(num_picked, 1)
         cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # 0 to 0 is an empty range
         cache, _ = seq_rm(cache, state.sequence, *cut)
-    # A refused step leaves the cache unchanged. A sequence that did not fit gets no more drafts, or
-    # ends if it had none.
+    # A refused step leaves the cache unchanged. A sequence that did not fit gets no more drafts; if
+    # the sequence had no draft, it ends.
     refused = active & ~plan.ok & ~plan.fits[state.sequence]
     dead = refused & ~guessed
     state = replace(

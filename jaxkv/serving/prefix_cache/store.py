@@ -301,7 +301,7 @@ class PrefixStore:
             can_resume, why = find_resumable_positions(
                 cache, prompt.sequence, prompt.tokens[:common]
             )
-            miss = why if i == 0 else miss  # of the longest common prefix
+            miss = why if i == 0 else miss  # the reason at the longest common prefix
             if (furthest := int(np.flatnonzero(can_resume)[-1])) > best:
                 source, best = prompt, furthest
         longest = agreeing[0][0] if agreeing else 0
@@ -391,7 +391,7 @@ class PrefixStore:
                 f"expected a sequence outside of the store, got {source}; pass one not in "
                 f"{self.sequences}"
             )
-        prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # copied, as the store keeps it
+        prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy for the store
         if prompt.ndim != 1 or not prompt.size:
             raise ValueError(
                 f"expected tokens [n] of one prompt of at least one token, got the shape "
