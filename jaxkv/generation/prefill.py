@@ -161,8 +161,8 @@ def warm_up(
       params: Model parameters, any pytree.
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      sequences: Sequence ids of a later batch. If the ids are in several streams, or are more than
-        8, call `warm_up` once for each number of ids that later batches will have.
+      sequences: Sequence ids of a later batch. With more than 8 ids, or with ids of several
+        streams, call `warm_up` once for each number of ids in later batches.
       longest: Maximum length of prompts whose planning is compiled; by default, one ubatch.
       donate: Value of `donate` in later calls of `prefill`. If False, this call copies the buffers,
         and needs twice their memory.

@@ -1,4 +1,4 @@
-"""Engine that runs many requests in the sequences of one cache, scheduled on the CPU."""
+"""Engine that runs many requests in one cache, with a scheduler on the CPU."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Engine:
 
     Raises:
       ValueError: If the cache is not empty, was donated, or has a part for encoder sources.
-      ValueError: If `prefill_chunk`, `tokens_per_step` or `penalty_last_n` is below 1,
-        `max_stop_tokens` is below 0, or `prefill_chunk` exceeds the ubatch size of the cache.
+      ValueError: If `max_stop_tokens` is below 0, or another number is below 1.
+      ValueError: If `prefill_chunk` exceeds the ubatch size of the cache.
       ValueError: If a name in `sampling_options` is unknown.
       ValueError: If a function of the constraint returns a wrong shape or dtype.
       ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
@@ -189,12 +189,12 @@ class Engine:
         """Queue a request; return the id of the request, counted from 0.
 
         Raises:
-          ValueError: If the prompt is empty, a number is out of its range, there are too many stop
-            tokens, or a sampling option is not allowed.
+          ValueError: If the prompt is empty, or a number is out of range.
+          ValueError: If there are too many stop tokens, or a sampling option is not allowed.
           ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
             is passed to an engine without a constraint.
-          ValueError: If the cache can never have enough cells for the prompt or, if `reserve` is
-            True, for the prompt and `max_new_tokens`.
+          ValueError: If even an empty cache has too few cells for the prompt; if `reserve` is True,
+            also if it has too few cells for the prompt and `max_new_tokens`.
           TypeError: If the request is not a `Request`, its numbers are not integers, or its options
             are not a dict.
         """
