@@ -142,7 +142,6 @@ def make_cell_view(table: CacheTable) -> CellView:
 
 
 def _arrays_of_states(states: States) -> dict[str, np.ndarray]:
-    """Return the fields `position`, `words` and `shift` of a `CellView`."""
     cells = (states.streams, states.num_cells)
     position = np.full(cells, EMPTY, np.int32)
     words = np.zeros(

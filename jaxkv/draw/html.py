@@ -94,7 +94,6 @@ def _render_run(run: CellRun) -> str:
 
 
 def _render_owner_bar(run: CellRun) -> str:
-    """Return an HTML bar with the colours of the owners of a run; "" for a single owner."""
     if len(run.owners) < 2:
         return ""
     parts = "".join(

@@ -305,7 +305,6 @@ def _draw_grid_lines(ax: Axes, shape: tuple[int, ...]) -> None:
 
 
 def _hatch_cells(ax: Axes, where: np.ndarray) -> None:
-    """Hatch the given cells; neighbouring cells in a line are one polygon."""
     rows, columns = np.nonzero(np.diff(np.pad(where, ((0, 0), (1, 1))), axis=1))
     left, right, top = columns[::2] - 0.5, columns[1::2] - 0.5, rows[::2] - 0.5
     x, y = [left, right, right, left], [top, top, top + 1, top + 1]

@@ -104,7 +104,6 @@ def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
 
 
 def _align_columns(columns: dict[str, list[str]]) -> list[str]:
-    """Return a text line for each row name, with aligned columns."""
     width = [max(map(len, column)) for column in zip(*columns.values(), strict=True)]
     return [" ".join([name.ljust(8), *map(str.rjust, row, width)]) for name, row in columns.items()]
 
@@ -126,6 +125,5 @@ def _format_states(table: States, width: int | None) -> list[str]:
 
 
 def _format_state_positions(positions: np.ndarray) -> str:
-    """Format positions in one line, with consecutive positions as ranges."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return " ".join(format_range(run[0], run[-1]) for run in runs if run.size) or "."

@@ -244,7 +244,6 @@ def is_among_best(
 
 
 def _to_ordered_integers(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
-    """Map floats to integers with the same order."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # -0.0 becomes 0.0
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     top = jnp.uint32(1 << 31)

@@ -243,7 +243,6 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 def _levels_of_traced_rows(
     texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
-    """Return a level with all prompts, unless None, then a level with all texts."""
     rows = _padding_last(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)
@@ -259,7 +258,6 @@ def _levels_of_traced_rows(
 
 
 def _padding_last(rows: Int32[Array | np.ndarray, "T n"]) -> Int32[Array, "T n"]:
-    """Move the negative numbers of a row to the end of the row."""
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     return jnp.take_along_axis(jnp.asarray(rows), order, axis=1)
 

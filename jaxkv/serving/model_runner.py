@@ -166,7 +166,6 @@ class ModelRunner:
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
-        """Compute a chunk; return the logits, and the fields `ok` and `reason` of the plan."""
         program = chunk_program(self._forward)
         table, buffers, logits, plan = program(
             self._params, self.cache.table, self.cache.buffers, chunk
@@ -190,7 +189,6 @@ class ModelRunner:
     def _make_resume_options(
         self, texts: Sequence[RequestState], max_tokens: int
     ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
-        """Return the sampler, the stop tokens, and the options of `make_decode_state`."""
         rows, last_n = self._spec.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
         states: list[PyTree] = [None] * rows

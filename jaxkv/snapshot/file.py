@@ -226,7 +226,6 @@ def _sync_to_disk(path: str) -> None:
 
 @contextmanager
 def _translate_read_errors(module: ModuleType) -> Iterator[None]:
-    """Raise a ValueError if safetensors cannot read a file."""
     try:
         yield
     except module.SafetensorError as error:
