@@ -66,7 +66,7 @@ def _combine_parts_and_buffers(
 def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the old table and False if a part refuses, or `missing` becomes True."""
+    """Return the old table and False if a part refuses or a `missing` status becomes True."""
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
     present = jnp.ones(table.spec.sequences, bool)

@@ -1,7 +1,8 @@
 """Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
 A line of memory has 128 lanes. If the head size is a multiple of 128, the lanes are dimensions of
-one cell, otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
+one cell. Otherwise they are neighbouring cells. M is the number of pairs of a block of tokens and a
+tile.
 """
 
 from __future__ import annotations
