@@ -37,7 +37,7 @@ def make_cache(
     max_rollback: ByPart[int | None] = None,
     placement: ByPart[str] = "any",
     stacked: ByPart[bool] = False,
-    heads_per_row: ByPart[int | None] = None,
+    lanes: ByPart[int | None] = None,
     mesh: Mesh | None = None,
     sharding_rules: ShardingRules | None = None,
 ) -> Cache:
@@ -85,18 +85,18 @@ def make_cache(
         values. All layers must have equal sizes. The cache can be the carry of a `jax.lax.scan`
         over layers, which compiles only one layer: `attend`, `write_kv` and `read_kv` accept a
         traced int32 layer number. Calls with a number out of range write nothing and return NaN.
-      heads_per_row: n, the number of neighbouring heads that are stored as one head of size
-        n * D, without effect on the results of functions. On a TPU, which writes heads of fewer
-        than 128 numbers slowly, the default is 128 / D. The default is 1 on other platforms, for
-        heads that cannot be stored in this form, and for several devices without a `mesh`.
+      lanes: the size of a stored row is a multiple of this number, without effect on the results of
+        functions. Small heads share a row, except for dtypes of 8 bits; the rest of a row is zeros.
+        The default is 128 on a TPU, which writes other rows slowly. The default is 1, a row for
+        each head without padding, on other platforms, and for several devices without a `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:
-      The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`; with
-      n heads per row, `[S, K / n, N, n * D]` and `[S, K / n, N, n * Dv]`. A recurrent layer has
-      states `[S, Q / S * (E + 1), ...]`.
+      The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or
+      rows of n heads, `[S, K / n, N, row size]`. A recurrent layer has states
+      `[S, Q / S * (E + 1), ...]`.
 
     Stacked caches have these costs, measured in `docs/performance.md`:
 
@@ -116,8 +116,6 @@ def make_cache(
       ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
       ValueError: If the dtype has 8 bits and values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes or ropes.
-      ValueError: If `heads_per_row` does not divide each number of heads, or is above 1 for a dtype
-        of 8 bits or for values that are slices of the keys.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
       ValueError: If a mesh axis would split two dimensions, or `sharding_rules` are passed without
@@ -154,7 +152,7 @@ def make_cache(
         "max_rollback": max_rollback,
         "placement": placement,
         "stacked": stacked,
-        "heads_per_row": heads_per_row,
+        "lanes": lanes,
     }
     rules = ShardingRules() if sharding_rules is None else sharding_rules
     devices = None if mesh is None else rules.devices(mesh, "kv_heads")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,21 @@ if TYPE_CHECKING:
 LayerKV = tuple[Stored, Values]
 """Keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
+
+class HeadSizes(NamedTuple):
+    """Sizes of the heads of a layer; if values are slices of keys, `values` is the slice."""
+
+    kv_heads: int
+    head_dim: int
+    values: int | ValueSlice
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value, Dv."""
+        values = self.values
+        return values.last - values.first if isinstance(values, ValueSlice) else values
+
+
 Cached = jax.Array | LayerView
 """Keys, values, codes or scales of one layer: an array `[S, K, N, D]`, or a `LayerView`."""
 
@@ -57,14 +72,14 @@ class Buffers:
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
       if the cache was made without `rope=`.
     stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
-    heads_per_row: n, the number of heads in a row of an array, static; see `ops.head_rows`.
+    head_sizes: sizes of the heads of each layer, static.
     """
 
     k: tuple[Stored, ...]
     v: tuple[Values, ...]
     ropes: tuple[Rope | NotGiven | None, ...] = field(metadata={"static": True})
+    head_sizes: tuple[HeadSizes, ...] = field(metadata={"static": True})
     stacked: bool = field(default=False, metadata={"static": True})
-    heads_per_row: int = field(default=1, metadata={"static": True})
 
     @property
     def layers(self) -> int:
@@ -86,15 +101,9 @@ class Buffers:
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     @property
-    def head_sizes(self) -> list[tuple[int, int, int | ValueSlice]]:
-        """K, D and Dv of each layer; if values are slices of keys, a `ValueSlice` instead of Dv."""
-
-        def of_layer(k: Stored, v: Values) -> tuple[int, int, int | ValueSlice]:
-            value = v if isinstance(v, ValueSlice) else v.shape[-1] // n
-            return k.shape[-3] * n, k.shape[-1] // n, value
-
-        n = self.heads_per_row
-        return self.map_layers(of_layer)
+    def heads_per_row(self) -> int:
+        """Number of heads in a row of an array, see `ops.head_rows`."""
+        return self.head_sizes[0].kv_heads // self.k[0].shape[-3]
 
     def layer(self, number: int | jax.Array) -> LayerKV:
         """Return the keys and values of a layer; if layers are stacked, as two `LayerView`."""
@@ -209,13 +218,13 @@ def write_keys_and_values(
 ) -> tuple[Stored, Values]:
     """Write the keys and values of a ubatch into a layer; skip slots past the last cell."""
     # Stored values are always finite, so that a masked cell contributes 0.
+    n = k.shape[2] // keys.shape[1]
+    k = join_heads(k.astype(dequantised_dtype(keys)), n, keys.shape[3])
     if isinstance(values, ValueSlice):
-        k = values.nan_unless_finite(k.astype(dequantised_dtype(keys)))
+        k = values.nan_unless_finite(k)
         return write_cells(keys, streams[:, None], slots, k), values
     assert v is not None
-    n = k.shape[2] // keys.shape[1]
-    k = join_heads(k.astype(dequantised_dtype(keys)), n)
-    v = join_heads(v.astype(dequantised_dtype(values)), n)
+    v = join_heads(v.astype(dequantised_dtype(values)), n, values.shape[3])
     # x - x is NaN if x is not finite, else 0; a sum of these differences is faster than `all`.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)

@@ -26,6 +26,7 @@ from jaxkv.core.validate import check_int32
 from jaxkv.kv import slots
 from jaxkv.kv.buffers import (
     Buffers,
+    HeadSizes,
     LayerKV,
     axes_of_queries,
     layer_partition_specs,
@@ -70,13 +71,12 @@ def attend(
     implementation: Implementation | None = None,
 ) -> tuple[C, Buffers, Float[Array, "R T H Dv"]]:
     """Implement `jaxkv.attend` for attention layers."""
-    layer_kv = _get_layer_kv(buffers, layer)
-    n = buffers.heads_per_row
-    new = () if k is None and v is None else _check_kv(ubatch, layer_kv, k, v, n)
+    layer_kv, sizes = _get_layer_kv(buffers, layer)
+    new = () if k is None and v is None else _check_kv(ubatch, sizes, k, v)
     _check_array("q", q)
     if sinks is not None:
         _check_array("sinks", sinks)
-    heads, size = layer_kv[0].shape[1] * n, layer_kv[0].shape[3] // n
+    heads, size = sizes.kv_heads, sizes.head_dim
     if (
         q.ndim != 4
         or (*q.shape[:2], q.shape[3]) != (*ubatch.valid.shape, size)
@@ -98,7 +98,7 @@ def attend(
     arrays = new, q, options, added, visible_until
     mark = table.written[:, layer]
     mark, layer_kv, out = _attend_layer(
-        table, ubatch, layer_kv, mark, *arrays, causal, implementation, n
+        table, ubatch, layer_kv, mark, *arrays, causal, implementation, sizes
     )
     if not new:
         return table, buffers, out
@@ -114,8 +114,8 @@ def write_kv(
     v: Float[Array | np.ndarray, "R T K Dv"] | None,
 ) -> tuple[C, Buffers]:
     """Implement `jaxkv.write_kv` for attention layers."""
-    layer_kv = _get_layer_kv(buffers, layer)
-    new = _check_kv(ubatch, layer_kv, k, v, buffers.heads_per_row)
+    layer_kv, sizes = _get_layer_kv(buffers, layer)
+    new = _check_kv(ubatch, sizes, k, v)
     mark, layer_kv = _write_layer(table, ubatch, layer_kv, table.written[:, layer], new)
     return _with_layer_history(table, layer, mark), buffers.with_layer(layer, *layer_kv)
 
@@ -131,9 +131,9 @@ def read_kv(
 ) -> KVView:
     """Implement `jaxkv.read_kv` for attention layers."""
     visible_until = _check_visible_until(visible_until, ubatch, causal)
-    layer_kv = _get_layer_kv(buffers, layer)
-    mark, n = table.written[:, layer], buffers.heads_per_row
-    return _visible_kv(table, ubatch, layer_kv, mark, visible_until, causal, n)
+    layer_kv, sizes = _get_layer_kv(buffers, layer)
+    mark = table.written[:, layer]
+    return _visible_kv(table, ubatch, layer_kv, mark, visible_until, causal, sizes)
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
@@ -149,14 +149,14 @@ def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
     return replace(table, written=written)
 
 
-def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
-    """Return the keys and values of a layer; raise if an untraced number is out of range."""
+def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> tuple[LayerKV, HeadSizes]:
+    """Return keys, values and sizes of a layer; raise if an untraced number is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
             f"expected a layer from 0 to {buffers.layers - 1}, got {layer}; make the cache with "
             f"layers= of the model"
         )
-    return buffers.layer(layer)
+    return buffers.layer(layer), buffers.head_sizes[0 if buffers.stacked else layer]
 
 
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
@@ -169,17 +169,17 @@ def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
 
 
 def _check_kv(
-    ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object, heads_per_row: int
+    ubatch: Ubatch, sizes: HeadSizes, k: object, v: object
 ) -> tuple[jax.Array | np.ndarray, ...]:
     """Check the new keys and values; return only the keys if values are slices of the keys."""
-    keys, values = layer_kv
+    kv_heads, head_dim, values = sizes
     if isinstance(values, ValueSlice):
         if v is not None:
             raise TypeError(
                 f"expected keys alone, whose numbers {values.first} to {values.last - 1} are the "
                 f"values of this cache, got values too; leave v out"
             )
-        entries = (("k", "D", k, keys),)
+        entries = (("k", "D", k, head_dim),)
     else:
         if (k is None) != (v is None):
             alone = "keys" if v is None else "values"
@@ -187,15 +187,14 @@ def _check_kv(
                 f"expected both keys and values, or neither, got only {alone}; pass both to write, "
                 "neither to attend only"
             )
-        entries = (("k", "D", k, keys), ("v", "Dv", v, values))
+        entries = (("k", "D", k, head_dim), ("v", "Dv", v, values))
     new_kv = ()
-    for name, size, array, old in entries:
+    for name, letter, array, size in entries:
         new = _check_array(name, array)
-        n = heads_per_row
-        shape = (*ubatch.valid.shape, old.shape[1] * n, old.shape[3] // n)
+        shape = (*ubatch.valid.shape, kv_heads, size)
         if new.shape != shape:
             raise ValueError(
-                f"expected {name} [R, T, K, {size}] of {shape}, got {new.shape}; tokens come "
+                f"expected {name} [R, T, K, {letter}] of {shape}, got {new.shape}; tokens come "
                 "before heads, whose sizes are those of the spec"
             )
         new_kv += (new,)
@@ -306,7 +305,7 @@ def _write_layer(
     return run(table, ubatch, layer_kv, mark, new)
 
 
-@partial(jax.jit, static_argnames=("causal", "heads_per_row"))
+@partial(jax.jit, static_argnames=("causal", "sizes"))
 def _visible_kv(
     table: Cells,
     ubatch: Ubatch,
@@ -314,12 +313,13 @@ def _visible_kv(
     mark: jax.Array,
     visible_until: jax.Array | None,
     causal: bool,
-    heads_per_row: int,
+    sizes: HeadSizes,
 ) -> KVView:
     """Return the keys and values of the stream of each list of tokens, see `jaxkv.read_kv`."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
+    heads_per_row = sizes.kv_heads // layer_kv[0].shape[1]
 
     def read_on_shard(
         table: Cells,
@@ -355,7 +355,8 @@ def _visible_kv(
         current, whole = jnp.all(flags, axis=2)[..., None, None]
         keys = dequantise(keys)
         values = values.slice_values(keys) if isinstance(values, ValueSlice) else dequantise(values)
-        keys, values = (split_rows_of_cells(x, heads_per_row) for x in (keys, values))
+        keys = split_rows_of_cells(keys, heads_per_row, sizes.head_dim)
+        values = split_rows_of_cells(values, heads_per_row, sizes.value_dim)
         keys = jnp.where(whole[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
@@ -368,7 +369,7 @@ def _visible_kv(
     return KVView(*run(table, ubatch, layer_kv, mark, visible_until))
 
 
-@partial(jax.jit, static_argnames=("causal", "implementation", "heads_per_row"))
+@partial(jax.jit, static_argnames=("causal", "implementation", "sizes"))
 def _attend_layer(
     table: Cells,
     ubatch: Ubatch,
@@ -381,7 +382,7 @@ def _attend_layer(
     visible_until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
-    heads_per_row: int,
+    sizes: HeadSizes,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
     """Write new keys and values, if any, into a layer, and attend; traced once for all layers."""
     # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
@@ -392,6 +393,7 @@ def _attend_layer(
     )
     rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
+    heads_per_row = sizes.kv_heads // layer_kv[0].shape[1]
     if split.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
             f"expected an implementation for cells that a mesh splits, got {implementation!r}; "
@@ -426,10 +428,12 @@ def _attend_layer(
         visibility = replace(visibility, bias=bias)
         layer_kv = _write_local_kv(split, layer_kv, ubatch, where, new)
         rows = layer_kv[0].shape[1], heads_per_row
-        lists = pad_queries(q.reshape(*visibility.at.shape, *q.shape[2:]), *rows)
+        lists = q.reshape(*visibility.at.shape, *q.shape[2:])
+        lists = pad_queries(lists, *rows, layer_kv[0].shape[3])
         sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
         sums = merge_over_devices(sums, (*split.cells, *shared_axes))
-        out = take_own_heads(attention.finalize(sums, lists, options), *rows)
+        out = attention.finalize(sums, lists, options)
+        out = take_own_heads(out, *rows, sizes.value_dim)
         out = out.reshape(*q.shape[:3], -1)
         current = _all_over_axes(current, shared_axes)
         out = jnp.where(current[..., None, None], out, jnp.nan)

@@ -13,7 +13,7 @@ from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.validate import check_count, check_shape
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, HeadSizes
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_tile_multiple
@@ -37,7 +37,7 @@ def make_attention_cache(
     max_rollback: int | None,
     placement: str,
     stacked: bool,
-    heads_per_row: int | None,
+    lanes: int | None,
     devices: int | None,
 ) -> Cache:
     """Implement `make_cache` for attention layers.
@@ -71,8 +71,8 @@ def make_attention_cache(
         )
     if kind == "tiled":
         check_tile_multiple(cells)
-    heads, keys, values = (_per_layer(spec, x) for x in ("kv_heads", "head_dim", "value_dim"))
-    rows = _check_heads_per_row(heads_per_row, heads, keys, values, jnp.dtype(dtype), devices)
+    devices = HEAD_DEVICES.get() if devices is None else devices
+    lanes = default_lanes(devices) if lanes is None else check_count(lanes, "lanes")
     fields, buffers = _make_arrays(
         spec,
         cells=cells,
@@ -80,7 +80,8 @@ def make_attention_cache(
         streams=streams,
         dtype=jnp.dtype(dtype),
         stacked=bool(stacked),
-        heads_per_row=rows,
+        lanes=lanes,
+        devices=devices or 1,
     )
     table = CellTable(
         **fields,
@@ -92,64 +93,44 @@ def make_attention_cache(
     return merge(table, buffers)
 
 
-def default_heads_per_row(
-    kv_heads: Sequence[int],
-    head_dims: Sequence[int],
-    value_dims: Sequence[int | ValueSlice],
-    dtype: jnp.dtype,
-    *,
-    devices: int | None = None,
-    platform: str | None = None,
-) -> int:
-    """Return the default number of heads in a row: 128 / D on a TPU if possible, otherwise 1.
+def default_lanes(devices: int | None = None, platform: str | None = None) -> int:
+    """Return the default of the option `lanes`: 128 on a TPU, otherwise 1.
 
-    128 / D is possible if all heads have size D, a number has more than 8 bits, and devices can
-    split rows wherever they can split heads. The default number of devices is that of
-    `sharding.shapes`. Without `shapes`, a process with several devices may split the heads later in
-    any way, so the result is 1.
-
-    >>> default_heads_per_row([8], [64], [64], jnp.dtype("bfloat16"), devices=1, platform="tpu")
-    2
+    The default is also 1 if a process with several devices does not know the number of `devices`
+    that will split the heads: rows of several heads can be split by fewer devices.
     """
-    size = head_dims[0]
-    if (jax.default_backend() if platform is None else platform) != "tpu" or size >= LANES:
-        return 1
-    devices = HEAD_DEVICES.get() if devices is None else devices
-    if devices is None and jax.device_count() > 1:
-        return 1
-    n, devices = LANES // size, devices or 1
-    fits = n * size == LANES and dtype.itemsize > 1 and {*head_dims, *value_dims} == {size}
-    can_split = all(
-        heads % n == 0 and (heads % devices != 0 or heads // n % devices == 0) for heads in kv_heads
-    )
-    return n if fits and can_split else 1
+    platform = jax.default_backend() if platform is None else platform
+    is_known = devices is not None or jax.device_count() == 1
+    return LANES if platform == "tpu" and is_known else 1
 
 
-def _check_heads_per_row(
-    heads_per_row: int | None,
-    kv_heads: tuple[int, ...],
-    head_dims: tuple[int, ...],
-    value_dims: tuple[int | ValueSlice, ...],
-    dtype: jnp.dtype,
-    devices: int | None,
+def choose_heads_per_row(
+    lanes: int, heads: Sequence[HeadSizes], dtype: jnp.dtype, devices: int
 ) -> int:
-    """Return the number of heads in a row; raise if the heads cannot be stored in such rows."""
-    if heads_per_row is None:
-        return default_heads_per_row(kv_heads, head_dims, value_dims, dtype, devices=devices)
-    n = check_count(heads_per_row, "heads_per_row")
-    latent = any(isinstance(value, ValueSlice) for value in value_dims)
-    if n > 1 and (dtype.itemsize == 1 or latent or any(heads % n for heads in kv_heads)):
-        raise ValueError(
-            f"expected heads_per_row a divisor of kv_heads {sorted({*kv_heads})}, 16 bits or more, "
-            f"and values outside of keys, got {n} and {dtype}; pass heads_per_row=1"
-        )
-    return n
+    """Return the largest number of heads in `lanes` numbers that fill the rows of each layer.
+
+    The result is 1 for dtypes of 8 bits and for values that are slices of keys. Devices that can
+    split the heads of a layer can split the rows, too.
+
+    >>> sizes = [HeadSizes(kv_heads=8, head_dim=64, values=64)]
+    >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]
+    [2, 2, 1]
+    """
+    if dtype.itemsize == 1 or any(isinstance(layer.values, ValueSlice) for layer in heads):
+        return 1
+    most = lanes // max(max(layer.head_dim, layer.value_dim) for layer in heads)
+
+    def fits(n: int, count: int) -> bool:
+        return count % n == 0 and (count % devices != 0 or count // n % devices == 0)
+
+    counts = [layer.kv_heads for layer in heads]
+    return next(n for n in range(max(most, 1), 0, -1) if all(fits(n, count) for count in counts))
 
 
 @partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("cells", "sequences", "streams", "dtype", "stacked", "heads_per_row"),
+    static_argnames=("cells", "sequences", "streams", "dtype", "stacked", "lanes", "devices"),
 )
 def _make_arrays(
     spec: CacheSpec,
@@ -159,18 +140,25 @@ def _make_arrays(
     streams: int,
     dtype: jnp.dtype,
     stacked: bool,
-    heads_per_row: int,
+    lanes: int,
+    devices: int,
 ) -> tuple[dict[str, jax.Array], Buffers]:
     """Return the arrays of an empty table, and empty buffers, from one compiled program."""
     fields = empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams)
-    buffers = _zero_buffers(spec, streams, cells, dtype, stacked=stacked, n=heads_per_row)
+    buffers = _zero_buffers(spec, streams, cells, dtype, stacked, lanes, devices)
     return fields, buffers
 
 
 def _zero_buffers(
-    spec: CacheSpec, streams: int, cells: int, dtype: jnp.dtype, *, stacked: bool, n: int
+    spec: CacheSpec,
+    streams: int,
+    cells: int,
+    dtype: jnp.dtype,
+    stacked: bool,
+    lanes: int,
+    devices: int,
 ) -> Buffers:
-    """Return buffers of zeros with n heads per row; one array for all layers if `stacked`."""
+    """Return buffers of zeros; one array for all layers if `stacked`."""
     names = "kv_heads", "head_dim", "value_dim", "rope"
     heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
     if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
@@ -178,6 +166,8 @@ def _zero_buffers(
             f"expected a dtype of 16 bits or more where values are a part of the keys, got "
             f"{jnp.dtype(dtype)}; take bfloat16"
         )
+    head_sizes = tuple(map(HeadSizes, heads, keys, values))
+    n = choose_heads_per_row(lanes, head_sizes, dtype, devices)
     shapes = [(streams, count, cells) for count in heads]
     for shape, key, value in zip(shapes, keys, values, strict=True):
         check_shape((*shape, key), "keys")
@@ -194,7 +184,8 @@ def _zero_buffers(
 
     def zeros(shape: tuple[int, int, int], size: int) -> Stored:
         streams, heads, cells = shape
-        return make_stored_zeros((streams, heads // n, cells, size * n), dtype)
+        row_size = -(-n * size // lanes) * lanes
+        return make_stored_zeros((streams, heads // n, cells, row_size), dtype)
 
     return Buffers(
         k=tuple(zeros(shape, size) for shape, size in zip(shapes, keys, strict=True)),
@@ -203,8 +194,8 @@ def _zero_buffers(
             for shape, size in zip(shapes, values, strict=True)
         ),
         ropes=ropes,
+        head_sizes=head_sizes,
         stacked=stacked,
-        heads_per_row=n,
     )
 
 

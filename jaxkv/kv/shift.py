@@ -210,11 +210,12 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     pending = (cells.shift != 0) & ok
     by = jnp.where(pending, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
+    head_dims = [head_dim for _, head_dim, _ in buffers.head_sizes]
     start = cells.position - cells.shift
     buffers = map_kv(
         cells.sharding_rules,
         buffers,
-        partial(_rotate_keys, ropes, buffers.heads_per_row),
+        partial(_rotate_keys, ropes, buffers.heads_per_row, head_dims),
         start,
         by,
         by_stream=2,
@@ -230,6 +231,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
 def _rotate_keys(
     ropes: tuple[Rope | NotGiven | None, ...],
     heads_per_row: int,
+    head_dims: list[int],
     split: Halves,
     start: jax.Array,
     by: jax.Array,
@@ -258,16 +260,16 @@ def _rotate_keys(
         # Padding of the chunk gets distinct slots past the last cell, as writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
 
-        def read_heads(x: Cached) -> jax.Array:
-            return split_rows(gather(x, stream, slot), heads_per_row)
+        def read_heads(head_dim: int, x: Cached) -> jax.Array:
+            return split_rows(gather(x, stream, slot), heads_per_row, head_dim)
 
         def write_heads(x: Cached, new: jax.Array) -> Cached:
-            return scatter(x, stream, slot, join_heads(new, heads_per_row))
+            return scatter(x, stream, slot, join_heads(new, heads_per_row, x.shape[-1]))
 
         turned = []
-        for k, rope in zip(keys, ropes, strict=True):
+        for k, rope, head_dim in zip(keys, ropes, head_dims, strict=False):
             if isinstance(rope, Rope):
-                key = map_arrays(read_heads, k)  # [CHUNK, K, D]
+                key = map_arrays(partial(read_heads, head_dim), k)  # [CHUNK, K, D]
                 key = rotate_keys(key, begin, begin + turns, rope)
                 k = map_arrays(write_heads, k, key)
             turned.append(k)

@@ -1,6 +1,7 @@
-"""Rows of neighbouring heads: n heads of size D are stored as one row of n * D numbers.
+"""Rows of neighbouring heads: n heads of size D are stored as one row, padded with zeros.
 
-The TPU compiler stores arrays in rows of 128 lanes, and copies a whole layer to write smaller rows.
+The TPU compiler stores arrays in rows of 128 lanes. If the size of a row is not a multiple of 128,
+the compiler copies a whole layer for each write. Letter in shapes: a row has W numbers.
 """
 
 from __future__ import annotations
@@ -20,46 +21,57 @@ LANES = 128
 """Number of elements of a row in the memory layout of the TPU compiler."""
 
 
-def join_heads(x: A, heads_per_row: int) -> A:
-    """Join heads `[..., K, D]` to rows `[..., K / heads_per_row, heads_per_row * D]`.
+def join_heads(x: A, heads_per_row: int, row_size: int) -> A:
+    """Join heads `[..., K, D]` to rows `[..., K / heads_per_row, row_size]`.
 
-    >>> join_heads(jnp.arange(8).reshape(4, 2), 2).tolist()
-    [[0, 1, 2, 3], [4, 5, 6, 7]]
+    >>> join_heads(jnp.arange(8).reshape(4, 2), 2, row_size=5).tolist()
+    [[0, 1, 2, 3, 0], [4, 5, 6, 7, 0]]
     """
     *rest, heads, size = x.shape
-    return x.reshape(*rest, heads // heads_per_row, heads_per_row * size)
+    x = x.reshape(*rest, heads // heads_per_row, heads_per_row * size)
+    if x.shape[-1] == row_size:
+        return x
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, row_size - x.shape[-1])]
+    return np.pad(x, padding) if isinstance(x, np.ndarray) else jnp.pad(x, padding)
 
 
-def split_rows(x: A, heads_per_row: int) -> A:
-    """Split rows into heads `[..., K, D]`; the inverse of `join_heads`."""
+def split_rows(x: A, heads_per_row: int, head_dim: int) -> A:
+    """Split rows into heads `[..., K, D]`; the inverse of `join_heads`.
+
+    Scales of 8-bit heads have fewer numbers than a head, and no padding.
+    """
+    x = x[..., : heads_per_row * head_dim]
     *rest, rows, size = x.shape
     return x.reshape(*rest, rows * heads_per_row, size // heads_per_row)
 
 
-def split_rows_of_cells(x: Float[Array, "P _ N _"], heads_per_row: int) -> Float[Array, "P K N D"]:
-    """Split each row of an array `[P, K / n, N, n * D]` into n heads."""
-    return split_rows(x.swapaxes(1, 2), heads_per_row).swapaxes(1, 2) if heads_per_row > 1 else x
+def split_rows_of_cells(
+    x: Float[Array, "P _ N W"], heads_per_row: int, head_dim: int
+) -> Float[Array, "P K N D"]:
+    """Split each row of an array `[P, K / n, N, W]` into n heads."""
+    if x.shape[-1] == head_dim:
+        return x
+    return split_rows(x.swapaxes(1, 2), heads_per_row, head_dim).swapaxes(1, 2)
 
 
 def pad_queries(
-    q: Float[Array, "P T H D"], rows: int, heads_per_row: int
-) -> Float[Array, "P T H _"]:
+    q: Float[Array, "P T H D"], rows: int, heads_per_row: int, row_size: int
+) -> Float[Array, "P T H W"]:
     """Pad each query to the size of a row: the dimensions of the row's other heads are zeros."""
-    if heads_per_row == 1:
+    if q.shape[3] == row_size:
         return q
     # A TPU concatenates slices of lanes faster than it reshapes a dimension into lanes.
     is_own = _is_own_head(q.shape[2], rows, heads_per_row)
-    return jnp.concatenate([jnp.where(own, q, 0) for own in is_own], axis=3)
+    padding = jnp.zeros((*q.shape[:3], row_size - heads_per_row * q.shape[3]), q.dtype)
+    return jnp.concatenate([*(jnp.where(own, q, 0) for own in is_own), padding], axis=3)
 
 
 def take_own_heads(
-    out: Float[Array, "P T H _"], rows: int, heads_per_row: int
+    out: Float[Array, "P T H _"], rows: int, heads_per_row: int, value_dim: int
 ) -> Float[Array, "P T H Dv"]:
     """Cut the value of each query's own head out of a weighted sum of rows."""
-    if heads_per_row == 1:
-        return out
     is_own = _is_own_head(out.shape[2], rows, heads_per_row)
-    found, *others = jnp.split(out, heads_per_row, axis=3)
+    found, *others = jnp.split(out[..., : heads_per_row * value_dim], heads_per_row, axis=3)
     for own, head in zip(is_own[1:], others, strict=True):
         found = jnp.where(own, head, found)
     return found

@@ -1,7 +1,7 @@
 """Snapshots of attention caches: n saved cells, ordered by stream, then by cell index.
 
-A cell with several owners is saved once. If its owners are restored to several streams, each of
-these streams gets one copy of the cell.
+A cell with several owners is saved once. A cell whose owners are restored to several streams is
+copied once to each of these streams.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache
 from jaxkv.kv.slots import usable_cells
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.head_rows import join_heads, split_rows
+from jaxkv.ops.head_rows import A, join_heads, split_rows
 from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import Stored, make_stored_zeros
+from jaxkv.ops.quantised import make_stored_zeros
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
@@ -64,7 +64,7 @@ CHUNK = 256
 class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     """Saving and loading of attention caches: arrays of n saved cells and q saved sequences.
 
-    position, shift, stream, cell: `[n]` int32. Position, pending shift and indices of each cell.
+    position, shift, stream, cell: `[n]` int32. Position, pending shift and indices of saved cells.
     content: `[n]` uint32. Content hash of each saved cell.
     owners: `[n, W]` uint32. Bits of the saved sequences that own each cell, as in the table.
     evicted_below: `[q]` int32. Highest evicted position plus 1 of each saved sequence.
@@ -93,19 +93,17 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         def saved_shape(name: str) -> tuple[np.dtype, tuple[int, ...]]:
             return entries.get(name) or entries[f"{name}.codes"]
 
-        n = _check_cache_sizes(sizes, static, ropes, description["latent"], saved_shape)
+        shapes = _buffer_shapes(sizes, static, ropes, description["latent"], saved_shape)
         table = CellTable(**empty_fields(layers=len(ropes), **sizes), **static)
 
-        def zeros_as_saved(name: str) -> Stored:
-            dtype, (_, heads, size) = saved_shape(name)
-            return make_stored_zeros((table.streams, heads // n, table.num_cells, size * n), dtype)
+        def zeros_as_saved(name: str, shape: Values) -> Values:
+            if isinstance(shape, ValueSlice):
+                return shape
+            return make_stored_zeros(shape.shape, saved_shape(name)[0])
 
-        k = tuple(zeros_as_saved(f"k.{i}") for i in range(len(ropes)))
-        v = tuple(
-            ValueSlice(*part) if part else zeros_as_saved(f"v.{i}")
-            for i, part in enumerate(description["latent"])
-        )
-        return table, Buffers(k=k, v=v, ropes=ropes, heads_per_row=n)
+        k = tuple(zeros_as_saved(f"k.{i}", shape) for i, shape in enumerate(shapes.k))
+        v = tuple(zeros_as_saved(f"v.{i}", shape) for i, shape in enumerate(shapes.v))
+        return table, replace(shapes, k=k, v=v)
 
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
@@ -113,9 +111,9 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
         return {
             "layers": buffers.layers,
-            "kv_heads": [heads for heads, _, _ in buffers.head_sizes],
-            "head_dim": [size for _, size, _ in buffers.head_sizes],
-            "value_dim": [value for _, _, value in buffers.head_sizes],
+            "kv_heads": [layer.kv_heads for layer in buffers.head_sizes],
+            "head_dim": [layer.head_dim for layer in buffers.head_sizes],
+            "value_dim": [layer.values for layer in buffers.head_sizes],
             "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
@@ -148,11 +146,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
 
-        def take_heads(array: Array | LayerView) -> np.ndarray:
-            rows = take_cells(array, stream, cell, read=gather, size=CHUNK)
-            return split_rows(rows, buffers.heads_per_row)
+        def take_rows(array: Array | LayerView) -> np.ndarray:
+            return take_cells(array, stream, cell, read=gather, size=CHUNK)
 
-        return found, map_arrays(take_heads, _unstack_layers(buffers))
+        return found, _read_heads(buffers, take_rows)
 
     @staticmethod
     def saved_shapes(
@@ -165,11 +162,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         found["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
         found["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
 
-        def read_heads(array: Array | LayerView, index: Int32[Array, " n"]) -> Array:
-            return split_rows(gather(array, index, index), buffers.heads_per_row)
+        def heads_at(buffers: Buffers, index: Int32[Array, " n"]) -> Buffers:
+            return _read_heads(buffers, lambda x: gather(x, index, index))
 
-        of = partial(jax.eval_shape, read_heads)
-        return found, map_arrays(lambda x: of(x, each), _unstack_layers(buffers))
+        return found, jax.eval_shape(heads_at, buffers, each)
 
     @staticmethod
     def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
@@ -247,7 +243,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         """Write saved keys or values, `[n, K, ...]`, into the array of a layer."""
         where, rows = (
             (placed.streams, placed.cells),
-            join_heads(new, new.shape[1] // array.shape[1]),
+            join_heads(new, new.shape[1] // array.shape[1], array.shape[3]),
         )
         return write_cells(array, *where, rows, placed.origin, write=scatter, size=CHUNK)
 
@@ -258,8 +254,21 @@ def _unstack_layers(buffers: Buffers) -> Buffers:
     return replace(buffers, k=k, v=v, stacked=False)
 
 
+def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buffers:
+    """Replace each array of a layer by the heads in the rows that `read` takes from the array."""
+
+    def heads_of(stored: Values, head_dim: int) -> PyTree:
+        return map_arrays(lambda x: split_rows(read(x), buffers.heads_per_row, head_dim), stored)
+
+    rows, sizes = _unstack_layers(buffers), buffers.head_sizes
+    return replace(
+        rows,
+        k=tuple(heads_of(k, of.head_dim) for k, of in zip(rows.k, sizes, strict=True)),
+        v=tuple(heads_of(v, of.value_dim) for v, of in zip(rows.v, sizes, strict=True)),
+    )
+
+
 def _owner_words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "S W"]:
-    """Return the owner bits of the given sequences in each stream."""
     found = np.zeros(table.owners.shape[:2], np.uint32)
     for seq in sequences:
         stream, word, bit = _locate_owner_bit(table, seq)
@@ -267,14 +276,14 @@ def _owner_words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "
     return found
 
 
-def _check_cache_sizes(
+def _buffer_shapes(
     sizes: dict[str, int],
     static: dict[str, Any],
     ropes: tuple[Rope | NotGiven | None, ...],
     latent: list[list[int] | None],
     form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
-) -> int:
-    """Raise as `make_cache` for invalid sizes and static fields; return its `heads_per_row`."""
+) -> Buffers:
+    """Raise as `make_cache` for invalid sizes and static fields; return shapes of its buffers."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
@@ -296,14 +305,14 @@ def _check_cache_sizes(
         max_rollback=sizes["cells"],
         placement=placement,
         stacked=False,
-        heads_per_row=None,
+        lanes=None,
         devices=None,
     )
-    return jax.eval_shape(make).buffers.heads_per_row
+    return jax.eval_shape(make).buffers
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
-    """Return the stream of a sequence, and the word and the bit number of its owner bit."""
+    """Return the stream of a sequence, and the word and bit number of the owner flag."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
@@ -315,10 +324,9 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return the number of cells to fill in each stream, and what each target cell receives.
+    """Return the number of cells to fill in each stream, then the source and owners of each cell.
 
-    The second result is the index of the saved cell for each target cell, or n if none; the third
-    result is the owners of each target cell. Saved cells that do not fit are only counted.
+    The source is the index of a saved cell, or n. Saved cells that do not fit are only counted.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -385,7 +393,7 @@ def _occupy_cells(
 
 
 def _value_slice_bounds(v: Values) -> list[int] | None:
-    """Return the bounds of the slice of a key that is its value; None if values are stored."""
+    """Return the bounds of the key slice that is the value; None if values are stored."""
     return [v.first, v.last] if isinstance(v, ValueSlice) else None
 
 

@@ -91,9 +91,9 @@ def load(
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
     A new cache has the sizes of the saved cache, and tokens in the saved cells. The new cache has
-    the default `heads_per_row` of the platform. If the saved cache has the same `heads_per_row`,
-    both caches give bit-identical results. A ubatch that was planned for the saved cache is stale
-    for the new cache if a stream of the ubatch has saved tokens.
+    the default `lanes` of the platform. If the saved cache has the same `lanes`, both caches give
+    bit-identical results. A ubatch that was planned for the saved cache is stale for the new cache
+    if a stream of the ubatch has saved tokens.
 
     If `into` is a cache, the saved sequences replace sequences of that cache. The saved and the
     existing cache may differ in numbers of cells, sequences and streams, and in placement. Free

@@ -1,4 +1,4 @@
-"""Caches with several heads in each row, against caches with a head in each row."""
+"""Caches with several heads or zeros in each row, against caches with a head in each row."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -11,7 +11,9 @@ import pytest
 
 import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache, sharding
-from jaxkv.kv.make import default_heads_per_row
+from jaxkv.kv.buffers import HeadSizes
+from jaxkv.kv.make import choose_heads_per_row, default_lanes
+from jaxkv.ops.mla import ValueSlice
 from tests.generation.tiny import load
 from tests.helpers.meshes import mesh_of
 from tests.helpers.mistakes import assert_raises, mistakes
@@ -30,21 +32,20 @@ OPTIONS = {
     "bias": {"bias": BIAS, "causal": False},
     "traced scale": {"scale": jnp.float32(0.3)},
 }
-WAYS = [(name, n, {}) for name in OPTIONS for n in (2, 4)]
-WAYS += [("tiles", 2, {"data": 2, "tensor": 2}), ("bias", 2, {"tensor": 2, "cells": 2})]
+LANES = {12: (1, 12), 16: (2, 16), 40: (4, 40)}
+"""Heads in a row, and size of a row of keys, for each value of the option."""
+WAYS = [(name, lanes, {}) for name in OPTIONS for lanes in LANES]
+WAYS += [("tiles", 16, {"data": 2, "tensor": 2}), ("bias", 16, {"tensor": 2, "cells": 2})]
+CORE_WAYS = [*WAYS[::4], WAYS[-2]]
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "axes"), in_lanes(WAYS, core=[WAYS[0], WAYS[3], WAYS[6], WAYS[9], WAYS[-2]])
-)
-def test_attend_and_read_kv_do_not_depend_on_heads_per_row(name, n, axes):
+@pytest.mark.parametrize(("name", "lanes", "axes"), in_lanes(WAYS, core=CORE_WAYS))
+def test_attend_and_read_kv_do_not_depend_on_lanes(name, lanes, axes):
     mesh = mesh_of(**axes) if axes else None
     kv = {}
-    for rows in (1, n):
+    for option in (1, lanes):
         with jax.set_mesh(mesh) if axes else nullcontext():
-            cache = make_cache(
-                SPEC, cells=16, sequences=2, streams=2, heads_per_row=rows, mesh=mesh
-            )
+            cache = make_cache(SPEC, cells=16, sequences=2, streams=2, lanes=option, mesh=mesh)
             plan = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).check()
             rng, shape = np.random.default_rng(0), plan.ubatch.valid.shape
             heads = ((QUERIES, SIZE), (HEADS, SIZE), (HEADS, VALUE))
@@ -52,95 +53,103 @@ def test_attend_and_read_kv_do_not_depend_on_heads_per_row(name, n, axes):
             attend = partial(jaxkv.attend, **OPTIONS[name])
             cache, out = attend(jaxkv.apply(cache, plan), 0, plan.ubatch, *arrays)
             split = cache.buffers.k[0].addressable_shards[0].data.shape
-            kv[rows] = [out, *jaxkv.read_kv(cache, 0, plan.ubatch)]
+            kv[option] = [out, *jaxkv.read_kv(cache, 0, plan.ubatch)]
         assert cache.spec == SPEC
-        assert cache.buffers.k[0].shape == (2, HEADS // rows, 16, SIZE * rows)
-        assert split[1] == HEADS // rows // axes.get("tensor", 1)
-    for found, wanted in zip(kv[n], kv[1], strict=True):
+        n, row_size = LANES.get(option, (1, SIZE))
+        assert cache.buffers.k[0].shape == (2, HEADS // n, 16, row_size)
+        assert split[1] == HEADS // n // axes.get("tensor", 1)
+    for found, wanted in zip(kv[lanes], kv[1], strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
 @core
-def test_generate_does_not_depend_on_heads_per_row():
+def test_generate_does_not_depend_on_lanes():
     """Gemma 3: a hybrid cache, whose parts take a number each."""
     model = load("gemma3")
     texts = []
-    for rows in (1, (1, 1)):
-        cache = model.make_cache(cells=32, sequences=2, heads_per_row=rows)
+    for lanes in (1, (1, 1), (48, 1)):
+        cache = model.make_cache(cells=32, sequences=2, lanes=lanes)
         found = jaxkv.generation.generate(
             model.forward, model.params, [[1, 2, 3], [4, 5]], cache=cache, max_new_tokens=5
         )
         texts.append(found.lists())
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 BFLOAT16, INT8 = jnp.dtype("bfloat16"), jnp.dtype("int8")
-DEFAULTS = [
-    (2, [8], [64], [64], BFLOAT16, 1),
-    (4, [8, 4], [32, 32], [32, 32], BFLOAT16, 1),
-    (1, [8], [128], [128], BFLOAT16, 1),
-    (1, [8], [256], [256], BFLOAT16, 1),
-    (1, [8], [80], [80], BFLOAT16, 1),  # does not divide a row of 128
-    (1, [3], [64], [64], BFLOAT16, 1),
-    (1, [8], [64], [32], BFLOAT16, 1),
-    (1, [8, 8], [64, 128], [64, 128], BFLOAT16, 1),
-    (1, [8], [64], [64], INT8, 1),
-    (2, [8], [64], [64], BFLOAT16, 4),
-    (1, [8], [64], [64], BFLOAT16, 8),  # eight devices would share four rows
-    (2, [8], [64], [64], BFLOAT16, 16),  # devices cannot split the heads anyway
+CHOICES = [
+    (2, [(8, 64, 64)], BFLOAT16, 1),
+    (4, [(8, 32, 32), (4, 32, 32)], BFLOAT16, 1),
+    (1, [(8, 128, 128)], BFLOAT16, 1),
+    (1, [(8, 256, 256)], BFLOAT16, 1),
+    (1, [(8, 80, 80)], BFLOAT16, 1),
+    (1, [(3, 64, 64)], BFLOAT16, 1),
+    (3, [(3, 40, 40)], BFLOAT16, 1),
+    (2, [(8, 64, 32)], BFLOAT16, 1),
+    (1, [(8, 64, 64), (8, 128, 128)], BFLOAT16, 1),
+    (1, [(8, 64, 64)], INT8, 1),
+    (1, [(8, 64, ValueSlice(0, 32))], BFLOAT16, 1),
+    (2, [(8, 64, 64)], BFLOAT16, 4),
+    (1, [(8, 64, 64)], BFLOAT16, 8),  # eight devices would share four rows
+    (2, [(8, 64, 64)], BFLOAT16, 16),  # devices cannot split the heads anyway
 ]
 
 
-@pytest.mark.parametrize(("wanted", "heads", "keys", "values", "dtype", "devices"), DEFAULTS)
-def test_default_heads_per_row_fill_lanes_and_can_be_split(
-    wanted, heads, keys, values, dtype, devices
-):
-    sizes = heads, keys, values, dtype
-    assert default_heads_per_row(*sizes, devices=devices, platform="tpu") == wanted
-    assert default_heads_per_row(*sizes, devices=devices, platform="gpu") == 1
+@pytest.mark.parametrize(("wanted", "heads", "dtype", "devices"), CHOICES)
+def test_heads_per_row_fill_lanes_and_can_be_split(wanted, heads, dtype, devices):
+    sizes = [HeadSizes(*layer) for layer in heads]
+    assert choose_heads_per_row(128, sizes, dtype, devices) == wanted
+    assert choose_heads_per_row(1, sizes, dtype, devices) == 1
 
 
-def test_default_heads_per_row_is_that_of_the_mesh(monkeypatch):
+def test_default_lanes_depend_on_platform_and_devices():
+    assert default_lanes(1, "tpu") == default_lanes(8, "tpu") == 128
+    assert default_lanes(None, "tpu") == default_lanes(1, "gpu") == 1  # eight devices, no mesh
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(64, {2: 128, 4: 128}), (80, {2: 128, 4: 128})])
+def test_default_rows_are_those_of_the_mesh(monkeypatch, size, sizes):
     """Shapes of a maker without the mesh equal those of a cache on the mesh."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    make = partial(make_cache, CacheSpec.attention(layers=1, kv_heads=4, head_dim=64), cells=8)
-    assert jax.eval_shape(make).buffers.heads_per_row == 1  # several devices, and no mesh
-    for tensor, rows in ((2, 2), (4, 1)):
+    make = partial(make_cache, CacheSpec.attention(layers=1, kv_heads=4, head_dim=size), cells=8)
+    assert jax.eval_shape(make).buffers.k[0].shape == (1, 4, 8, size)  # devices without a mesh
+    for tensor, row_size in sizes.items():
         mesh = mesh_of(tensor=tensor)
         shapes = sharding.shapes(make, mesh, sharding.ShardingRules())
         chex.assert_trees_all_equal_shapes_and_dtypes(shapes, make(mesh=mesh))
-        assert shapes.buffers.heads_per_row == rows
+        rows = 2 if (size, tensor) == (64, 2) else 4
+        assert shapes.buffers.k[0].shape == (1, rows, 8, row_size)
 
 
 def test_fit_mesh_and_messages_count_heads_not_rows():
     mesh, rules = mesh_of(tensor=4), sharding.ShardingRules()
     spec = CacheSpec.attention(layers=1, kv_heads=6, head_dim=64)
     found = []
-    for rows in (1, 2):
-        shapes = jax.eval_shape(partial(make_cache, spec, cells=16, heads_per_row=rows))
+    for lanes in (1, 128):
+        shapes = jax.eval_shape(partial(make_cache, spec, cells=16, lanes=lanes))
         fitted, _ = sharding.fit_mesh(shapes, mesh, rules)
         found.append((dict(fitted.shape), sharding.device_bytes(shapes, mesh, rules).whole))
     assert found[0] == found[1] == ({"tensor": 2, "cells": 2}, (found[0][1][0],))
     assert "kv_heads (6)" in found[0][1][0]
 
 
-def test_device_bytes_of_rows_equal_those_of_heads():
+def test_device_bytes_count_padding():
     mesh, rules = mesh_of(tensor=2, cells=2), sharding.ShardingRules(cells="cells")
     found = [
         sharding.device_bytes(
-            jax.eval_shape(partial(make_cache, SPEC, cells=16, sequences=2, heads_per_row=rows)),
+            jax.eval_shape(partial(make_cache, SPEC, cells=16, sequences=2, lanes=lanes)),
             mesh,
             rules,
             heads=QUERIES,
         )
-        for rows in (1, 2)
+        for lanes in (1, 16)
     ]
-    assert found[0].buffers == found[1].buffers and found[0].whole == found[1].whole
-    # Each partial softmax has values of both heads of a row.
-    assert found[1].sent - found[0].sent == 2 * 2 * QUERIES // 2 * VALUE * 4
+    assert found[0].whole == found[1].whole
+    # Rows have 16 numbers: two keys, or two values and zeros. So have values of partial softmaxes.
+    assert found[1].buffers == found[0].buffers + 2 * 16 // 4 * 8 * 4
+    assert found[1].sent - found[0].sent == 2 * 2 * QUERIES // 2 * (16 - VALUE) * 4
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("head_rows"))
-def test_heads_per_row_that_do_not_fit_raise(call, outcome):
-    latent = CacheSpec.attention(1, 2, 8, slice(4, 8))
+def test_lanes_that_are_no_count_raise(call, outcome):
     assert_raises(call, outcome, globals() | locals())

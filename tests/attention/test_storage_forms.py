@@ -38,8 +38,10 @@ FORMS = {
     "stacked": {"stacked": True},
     "stacked int8": {"stacked": True, "dtype": "int8"},
     "stacked latent": {"stacked": True, "value_dim": PART},
-    "rows": {"heads_per_row": 2},
-    "stacked rows": {"stacked": True, "heads_per_row": 2},
+    "rows": {"lanes": 20},  # two heads, and zeros
+    "stacked rows": {"stacked": True, "lanes": 16},
+    "padded int8": {"dtype": "int8", "lanes": 12},
+    "padded latent": {"value_dim": PART, "lanes": 12},
 }
 SIZES = {
     "one stream": {},
@@ -81,7 +83,7 @@ def held(cache):
             halves.append(halves[0][..., PART])
             continue
         layers = [jnp.asarray(np.asarray(dequantise(x), np.float32)) for x in half]
-        layers = [split_rows_of_cells(x, cache.buffers.heads_per_row) for x in layers]
+        layers = [split_rows_of_cells(x, cache.buffers.heads_per_row, SIZE) for x in layers]
         layers = [x.reshape(-1, cache.buffers.layers_per_array, *x.shape[1:]) for x in layers]
         halves.append(np.concatenate([x.swapaxes(0, 1) for x in layers]))
     return halves
@@ -92,7 +94,8 @@ def plain_of(cache):
     table, buffers = cache.table, cache.buffers
     k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
     table = jax.tree.map(np.asarray, table.with_sharding_rules(None))
-    return merge(table, replace(buffers, k=k, v=v, stacked=False, heads_per_row=1))
+    sizes = tuple(of._replace(values=of.value_dim) for of in buffers.head_sizes)
+    return merge(table, replace(buffers, k=k, v=v, head_sizes=sizes, stacked=False))
 
 
 def arrays_for(ubatch, form, seed=0):
@@ -196,7 +199,7 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
         found = snapshot.inspect(data).arrays["buffers.k.0.codes"]
         assert found == (form["dtype"], (7, HEADS, SIZE))
     loaded = snapshot.load(data)
-    assert not loaded.buffers.stacked and loaded.buffers.heads_per_row == 1
+    assert not loaded.buffers.stacked and loaded.buffers.k[0].shape[1:] == (HEADS, 24, SIZE)
     assert_alike(loaded, plain_of(cache))
     latent = "value_dim" in form
     plain = snapshot.load(plain, into=make(**({"value_dim": 4} if latent else {}), cells=20))

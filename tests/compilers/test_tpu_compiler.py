@@ -79,7 +79,7 @@ def test_kernel_reads_keys_and_values_in_place(kernels, chip, dtype, size):
 
 
 @over_chips
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "heads of 64 in rows"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "heads of 64", "heads of 96"])
 def test_step_writes_in_place_and_runs_the_kernel(kernels, chip, dtype):
     found = kernels[f"{chip} {dtype} step"]
     assert found["kernels"] == LAYERS

@@ -26,5 +26,5 @@ if __name__ == "__main__":
             tell(f"{chip} {dtype} {size}", of_attention("tpu", on(chip), size, dtype))
         for dtype in (*DTYPES, "int8"):
             tell(f"{chip} {dtype} step", of_a_step("tpu", on(chip), dtype))
-        rows = of_a_step("tpu", on(chip), "bfloat16", 64, heads_per_row=2)
-        tell(f"{chip} heads of 64 in rows step", rows)
+        for size in (64, 96):
+            tell(f"{chip} heads of {size} step", of_a_step("tpu", on(chip), "bfloat16", size))

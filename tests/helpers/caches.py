@@ -66,7 +66,7 @@ class Kind:
     windows: tuple[jaxkv.Window | None, ...] = (None,)
     dtype: str = "float32"
     stacked: bool = False
-    heads_per_row: int = 1
+    lanes: int = 1
     latent: tuple[int, int] | None = None
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Kind:
         """Make an empty cache. Without a rope an update does not change signatures (`sign`)."""
         sizes = dict(cells=self.cells, kv_heads=HEADS, head_dim=SIZE, rope=rope, dtype=self.dtype)
         sizes |= dict(sequences=self.sequences, streams=self.streams, placement=self.placement)
-        sizes |= dict(stacked=self.stacked, heads_per_row=self.heads_per_row)
+        sizes |= dict(stacked=self.stacked, lanes=self.lanes)
         sizes |= dict(value_dim=self.latent and slice(*self.latent))
         parts = [
             attention_cache(layers=len(layers), window=window, **sizes)
@@ -122,7 +122,7 @@ GROUPS_TILES = replace(
 CODES = replace(GROUPS, name="groups-int8", dtype="int8")
 LATENT = replace(GROUPS, name="groups-latent", latent=(1, 4))
 STACKED = replace(GROUPS, name="stacked-groups", stacked=True)
-HEAD_ROWS = replace(GROUPS, name="groups-rows-of-heads", heads_per_row=HEADS)
+HEAD_ROWS = replace(GROUPS, name="groups-rows-of-heads", lanes=HEADS * SIZE + 1)
 ALL_KINDS = [SMALL, RUNS, WIDE, STRIPES, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS]
 ALL_KINDS += [GROUPS_WINDOW, GROUPS_RUNS, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
 ALL_KINDS += [HEAD_ROWS]
@@ -307,7 +307,8 @@ def is_latent(buffers: Any) -> bool:
 def by_layer(half: Sequence[Stored], buffers: Buffers) -> np.ndarray:
     """Keys or values of all layers, `[L, S, K, N, D]`, integers."""
     arrays = [jnp.rint(dequantise(x)) if isinstance(x, Quantised) else x for x in half]
-    arrays = [np.asarray(split_rows_of_cells(x, buffers.heads_per_row)) for x in arrays]
+    sizes = buffers.heads_per_row, buffers.head_sizes[0].head_dim
+    arrays = [np.asarray(split_rows_of_cells(x, *sizes)) for x in arrays]
     depth = buffers.layers_per_array
     return np.concatenate([x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays])
 

@@ -97,12 +97,12 @@ def of_attention(platform, of, size, dtype, tokens=FORKS):
     }
 
 
-def of_a_step(platform, of, dtype, size=128, heads_per_row=1):
+def of_a_step(platform, of, dtype, size=128):
     """Plan, apply, write and attend, a token for each sequence of one stream."""
     of_new = "bfloat16" if dtype == "int8" else dtype
 
     sizes = dict(layers=LAYERS, cells=CELLS, kv_heads=GROUPS, head_dim=size, dtype=dtype)
-    make = partial(attention_cache, **sizes, sequences=FORKS, heads_per_row=heads_per_row)
+    make = partial(attention_cache, **sizes, sequences=FORKS, lanes=128)
 
     def step(cache, tokens, q, k, v):
         valid = jnp.ones(FORKS, bool)
@@ -115,10 +115,11 @@ def of_a_step(platform, of, dtype, size=128, heads_per_row=1):
     cache = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
     new = [of((1, FORKS, heads, size), of_new) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]
     program = compiled(platform, step, cache, of((FORKS,), jnp.int32), *new, donate=0)
-    layer = 2 * math.prod(cache.buffers.k[0].shape) * new[0].dtype.itemsize
+    shape = cache.buffers.k[0].shape
+    layer = 2 * math.prod(shape) * new[0].dtype.itemsize
     return {
         "kernels": kernels(program),
-        "works": works_on(program, size * heads_per_row, GROUPS // heads_per_row),
+        "works": works_on(program, shape[3], shape[1]),
         "temporaries": hlo.temporary_bytes(program),
         "aliased": program.memory_analysis().alias_size_in_bytes,
         "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
