@@ -105,7 +105,7 @@ class EnginePrefixes:
         return match
 
     def is_in_same_stream(self, match: PrefixMatch, sequence: int) -> bool:
-        """Return whether a match is in the stream of a sequence, so that a fork copies no cells."""
+        """Return whether a match and a sequence are in one stream; a fork then copies no cells."""
         prompt = match.prompt
         return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 

@@ -17,7 +17,7 @@ class MissReason(IntEnum):
     NONE: No miss: the longest common prefix was forked, or the new prompt was stored.
     UNKNOWN: No stored prompt starts with the first token of the prompt.
     EVICTED: A stored prompt with a longer common prefix was evicted.
-    CONTEXT_EVICTED: Cells that the next token attends to were evicted by a window or removed.
+    CONTEXT_EVICTED: Cells that the next token attends to were removed, or evicted by a window.
     NO_STATE: A recurrent cache has no state at the end of the common prefix.
     OUT_OF_CELLS: The prompt needs more cells than the store may use, or than are free for a copy.
     INCOMPLETE: The sequence lacks a token at a position of the prompt, or tokens were shifted.
