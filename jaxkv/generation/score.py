@@ -171,11 +171,11 @@ def _score_levels(
     """Return log-probabilities, and an empty array `[0, V]` from which `score` reads V."""
     count = levels[0].parents.shape[0]
     ok, scores = jnp.array(True), []
-    ends: Float[Array, "Q V"] | None = None
+    last_logits: Float[Array, "Q V"] | None = None
     for level in levels:
-        if ends is not None:
+        if last_logits is not None:
             cache, forked = seq_select(cache, level.parents, jnp.arange(count))
-            ok, ends = ok & forked, ends[level.parents]
+            ok, last_logits = ok & forked, last_logits[level.parents]
         tokens = jnp.asarray(level.tokens)
         valid = tokens >= 0
         batch = make_batch(
@@ -189,13 +189,13 @@ def _score_levels(
         ok, order, logits = ok & plan.ok, plan.ubatch.output_index, logits.astype(jnp.float32)
         place = _rows_of_logits(tokens, order)
         if level.is_scored:
-            scores.append(_score_rows(level, logits, order, place, ends).reshape(-1))
-        ends = _update_ends(level, logits, place, ends)
+            scores.append(_score_rows(level, logits, order, place, last_logits).reshape(-1))
+        last_logits = _update_last_logits(level, logits, place, last_logits)
     if index is None:
         logprobs = scores[-1].reshape(levels[-1].tokens.shape)
     else:
         logprobs = jnp.where(index < 0, 0, jnp.concatenate(scores)[index])
-    return jnp.where(ok, logprobs, jnp.nan), jnp.asarray(ends)[:0]
+    return jnp.where(ok, logprobs, jnp.nan), jnp.asarray(last_logits)[:0]
 
 
 def _score_rows(
@@ -203,7 +203,7 @@ def _score_rows(
     logits: Float[Array, "O V"],
     order: Int32[Array, " O"],
     place: Int32[Array, "R T"],
-    ends: Float[Array, "Q V"] | None,
+    last_logits: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
     """Score the tokens of a `TrieLevel`; `logits[i]` are the logits after token `order[i]`."""
     tokens = jnp.asarray(level.tokens)
@@ -212,26 +212,26 @@ def _score_rows(
     logprobs = logprob_of(logits, following, following >= 0)
     logprobs = logprobs[place[:, :-1]]
     first = jnp.zeros(tokens.shape[:1])
-    if ends is not None:
+    if last_logits is not None:
         sequences = jnp.maximum(level.sequences, 0)
-        first = logprob_of(ends[sequences], tokens[:, 0], tokens[:, 0] >= 0)
+        first = logprob_of(last_logits[sequences], tokens[:, 0], tokens[:, 0] >= 0)
     logprobs = jnp.concatenate([first[:, None], logprobs], axis=1)
     return jnp.where(tokens >= 0, logprobs, 0)
 
 
-def _update_ends(
+def _update_last_logits(
     level: TrieLevel,
     logits: Float[Array, "O V"],
     place: Int32[Array, "R T"],
-    ends: Float[Array, "Q V"] | None,
+    last_logits: Float[Array, "Q V"] | None,
 ) -> Float[Array, "Q V"]:
     """Replace the logits after the last token of each sequence that a level extends."""
     tokens, count = jnp.asarray(level.tokens), level.parents.shape[0]
     last = jnp.maximum(jnp.sum(tokens >= 0, axis=1, keepdims=True) - 1, 0)
     row = jnp.take_along_axis(place, last, axis=1)[:, 0]
     into = jnp.where(level.sequences < 0, count, level.sequences)
-    ends = jnp.zeros((count, logits.shape[1])) if ends is None else ends
-    return ends.at[into].set(logits[row], mode="drop")
+    last_logits = jnp.zeros((count, logits.shape[1])) if last_logits is None else last_logits
+    return last_logits.at[into].set(logits[row], mode="drop")
 
 
 def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
