@@ -243,12 +243,12 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 def _levels_of_traced_rows(
     texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
-    rows = _padding_last(texts)
+    rows = _move_padding_to_end(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)
     if prompts is None:
         return [TrieLevel(tokens=rows, sequences=ids, parents=ids, is_scored=True)]
-    first = _padding_last(_check_rows(prompts, "prompts"))
+    first = _move_padding_to_end(_check_rows(prompts, "prompts"))
     _check_counts(first.shape[0], count)
     parents = ids // (count // first.shape[0]) * (count // first.shape[0])
     return [
@@ -257,7 +257,7 @@ def _levels_of_traced_rows(
     ]
 
 
-def _padding_last(rows: Int32[Array | np.ndarray, "T n"]) -> Int32[Array, "T n"]:
+def _move_padding_to_end(rows: Int32[Array | np.ndarray, "T n"]) -> Int32[Array, "T n"]:
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     return jnp.take_along_axis(jnp.asarray(rows), order, axis=1)
 
