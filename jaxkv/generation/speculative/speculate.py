@@ -328,7 +328,7 @@ def _feed_and_verify(
     """Run the model on drafts, and remove rejected draft tokens from the cache."""
     state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
-    feed = _feed_guess if draft.tokens.ndim == 2 else _feed_branches
+    feed = _feed_draft if draft.tokens.ndim == 2 else _feed_branches
     cache, plan, ok, picks, draft = feed(setup, draft, active, progress)
     tokens, logprobs, holds, adjusting = picks
     width = tokens.shape[1]
@@ -374,7 +374,7 @@ def _feed_and_verify(
     )
 
 
-def _feed_guess(
+def _feed_draft(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
     """Run the model on drafts of one branch; the third result is True for computed sequences."""
