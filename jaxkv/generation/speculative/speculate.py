@@ -226,30 +226,32 @@ def _speculate(
         if setup.sequences is None:
             guess = guess._replace(valid=guess.valid & may)
             after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
-            cache, turn = _run_draft_width_step(setup, guess, active, progress)
+            cache, result = _run_draft_width_step(setup, guess, active, progress)
         else:
             is_present = setup.sequences < progress.cache.table.spec.sequences
             guess = guess._replace(valid=guess.valid & may[:, None] & is_present[..., None])
             tried = jnp.sum(token_tree.find_tree_nodes(guess).first, axis=(1, 2), dtype=jnp.int32)
-            cache, turn = _run_draft_width_step(setup, guess, active, progress)
-            after = turn.tokens[:, :-1]
+            cache, result = _run_draft_width_step(setup, guess, active, progress)
+            after = result.tokens[:, :-1]
         fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
-        tried = jnp.where(turn.num_tokens > 0, tried, 0)
+        tried = jnp.where(result.num_tokens > 0, tried, 0)
         # A sequence that ends with invalid logits has a log-probability of NaN, but no token.
-        broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
+        broken = active & (result.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
             cache=cache,
-            state=turn.state,
-            draft=draft.update(progress.state.sequence, progress.at, fed, turn.num_tokens),
+            state=result.state,
+            draft=draft.update(progress.state.sequence, progress.at, fed, result.num_tokens),
             made=_DraftedTokens(
-                tokens=_append_rows(made.tokens, done, turn.tokens, turn.num_tokens),
-                logprobs=_append_rows(made.logprobs, done, turn.logprobs, turn.num_tokens + broken),
+                tokens=_append_rows(made.tokens, done, result.tokens, result.num_tokens),
+                logprobs=_append_rows(
+                    made.logprobs, done, result.logprobs, result.num_tokens + broken
+                ),
                 num_model_steps=made.num_model_steps + active,
                 num_drafted=made.num_drafted + tried,
-                num_accepted=made.num_accepted + turn.accepted,
+                num_accepted=made.num_accepted + result.accepted,
             ),
-            at=progress.at + turn.num_tokens,
-            drafting=turn.drafting,
+            at=progress.at + result.num_tokens,
+            drafting=result.drafting,
         )
 
     made = _empty_drafted_tokens(texts, num_tokens)
@@ -284,8 +286,8 @@ def _append_rows(
     num_new: Int32[Array, " T"],
 ) -> Shaped[Array, "T steps"]:
     """Write the first `num_new` new values of each sequence into its row, from index `start` on."""
-    turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    where = jnp.where(turn < num_new[:, None], start[:, None] + turn, rows.shape[1])
+    column = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    where = jnp.where(column < num_new[:, None], start[:, None] + column, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
 
 
@@ -295,7 +297,7 @@ def _run_draft_width_step(
     """Run a step with n draft tokens; if no sequence has a draft, run a step without them."""
     # Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
-    empty_turn = _StepResult(
+    empty_result = _StepResult(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
         logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
         num_tokens=jnp.zeros(texts, jnp.int32),
@@ -308,18 +310,18 @@ def _run_draft_width_step(
 
     def step_of_width(width: int, carry: tuple) -> tuple:
         part = draft if width else jax.tree.map(lambda x: x[:, :0], alone)
-        cache, turn = _feed_and_verify(setup, part, active, progress._replace(cache=carry[0]))
+        cache, result = _feed_and_verify(setup, part, active, progress._replace(cache=carry[0]))
         more = [(0, 0), (0, tries - width)]
-        tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
-        return cache, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
+        tokens, logprobs = (jnp.pad(x, more) for x in (result.tokens, result.logprobs))
+        return cache, result._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
 
-    carry = progress.cache, empty_turn, narrow
+    carry = progress.cache, empty_result, narrow
     carry = jax.lax.while_loop(lambda carry: carry[2], partial(step_of_width, 0), carry)
     carry = *carry[:2], ~narrow
-    cache, turn, _ = jax.lax.while_loop(
+    cache, result, _ = jax.lax.while_loop(
         lambda carry: carry[2], partial(step_of_width, tries), carry
     )
-    return cache, turn
+    return cache, result
 
 
 def _feed_and_verify(
@@ -333,9 +335,9 @@ def _feed_and_verify(
     tokens, logprobs, holds, adjusting = picks
     width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop_tokens[:, None], axis=2) | (tokens < 0)
-    turn = jnp.arange(width, dtype=jnp.int32)[None]
-    ended = jnp.min(jnp.where(stopped & holds, turn, width), axis=1)
-    holds &= turn <= ended[:, None]
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    ended = jnp.min(jnp.where(stopped & holds, column, width), axis=1)
+    holds &= column <= ended[:, None]
     num_picked = jnp.sum(holds & (tokens >= 0), axis=1, dtype=jnp.int32)
     broken = jnp.any(holds & jnp.isnan(logprobs), axis=1)
     as_guessed = holds[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
