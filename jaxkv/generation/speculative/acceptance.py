@@ -45,7 +45,7 @@ def verify_draft(
         if sampler.is_random:
             number = state.draw_index + i
             keys = make_draw_keys(state.key, number, 1)
-            accepted, rest = _accept_guesses(adjusted, guessed, drawn_from, keys)
+            accepted, rest = _accept_draft_tokens(adjusted, guessed, drawn_from, keys)
             adjusted = jnp.where(valid[:, None], rest, adjusted)
             token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, number, 0))
             token = jnp.where(valid & accepted, guessed, token)
@@ -154,14 +154,14 @@ def _find_first_accepted(
 
 
 def _normalise_residual(
-    rest: Float[Array, "T V"], whole: Float[Array, "T V"]
+    residual: Float[Array, "T V"], fallback: Float[Array, "T V"]
 ) -> Float[Array, "T V"]:
-    """Scale the probabilities `rest` to a sum of 1; return `whole` if `rest` is 0 everywhere."""
-    total = jnp.sum(rest, axis=1, keepdims=True)
-    return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
+    """Scale the probabilities `residual` to a sum of 1; return `fallback` if the sum is 0."""
+    total = jnp.sum(residual, axis=1, keepdims=True)
+    return jnp.where(total > 0, residual / jnp.where(total > 0, total, 1), fallback)
 
 
-def _accept_guesses(
+def _accept_draft_tokens(
     adjusted: Float[Array, "T V"],
     guessed: Int32[Array, " T"],
     drawn_from: Float[Array, "T V"] | None,
