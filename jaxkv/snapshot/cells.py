@@ -255,7 +255,7 @@ def _unstack_layers(buffers: Buffers) -> Buffers:
 
 
 def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buffers:
-    """Replace each array of a layer by the heads in the rows that `read` takes from the array."""
+    """Return buffers with one array for each layer: the heads of the rows `read(array)`."""
 
     def heads_of(stored: Values, head_dim: int) -> PyTree:
         return map_arrays(lambda x: split_rows(read(x), buffers.heads_per_row, head_dim), stored)
@@ -283,7 +283,7 @@ def _buffer_shapes(
     latent: list[list[int] | None],
     form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
 ) -> Buffers:
-    """Raise as `make_cache` for invalid sizes and static fields; return shapes of its buffers."""
+    """Return the shapes of buffers from `make_cache`; raise for invalid sizes or static fields."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
