@@ -197,7 +197,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         """Choose a free cell for each saved cell if `fresh` is True, else use the saved index."""
         demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
-        marks[moves.new] = read("evicted_below")[moves.turn]
+        marks[moves.new] = read("evicted_below")[moves.saved_index]
         rest, open_cells, found = _release_sequences(table, marks)
         for stream in np.flatnonzero(demand > np.asarray(found)):
             raise PlanRefusedError(
@@ -205,7 +205,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
                 f"{found[stream]}; remove a sequence there (seq_rm), call compact if placement is "
                 f"contiguous, or make a cache with more cells"
             )
-        turn = np.arange(table.num_cells)[None] < demand[:, None]
+        is_filled = np.arange(table.num_cells)[None] < demand[:, None]
 
         def gather_by_origin(name: str) -> np.ndarray:
             field = read(name)
@@ -214,7 +214,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         slots = (
             _choose(rest, open_cells, demand) if fresh else jnp.asarray(gather_by_origin("cell"))
         )
-        slots = np.where(turn, slots, np.asarray(out_of_range_slots(slots)))
+        slots = np.where(is_filled, slots, np.asarray(out_of_range_slots(slots)))
         fields = (
             gather_by_origin("position"),
             gather_by_origin("shift"),
@@ -222,9 +222,14 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             owners,
         )
         table = _occupy_cells(rest, slots, *fields, origin, np.uint32(seed))
-        streams = np.broadcast_to(np.arange(table.streams, dtype=np.int32)[:, None], turn.shape)
+        streams = np.broadcast_to(
+            np.arange(table.streams, dtype=np.int32)[:, None], is_filled.shape
+        )
         return SlotAssignment(
-            table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn]
+            table=table,
+            streams=streams[is_filled],
+            cells=slots[is_filled],
+            origin=origin[is_filled],
         )
 
     @staticmethod

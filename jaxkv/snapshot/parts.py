@@ -61,12 +61,12 @@ class SlotAssignment:
 class SequenceMap(NamedTuple):
     """Mapping from saved sequences to target sequences, as three lists of equal length.
 
-    turn: index of each sequence in the list of saved sequences.
+    saved_index: index of each sequence in the list of saved sequences.
     old: saved id of each sequence.
     new: target id of each sequence, without repeats.
     """
 
-    turn: list[int]
+    saved_index: list[int]
     old: list[int]
     new: list[int]
 

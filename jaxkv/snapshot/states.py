@@ -166,7 +166,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         """Choose a free cell for each state if `fresh` is True; otherwise use the saved cell."""
         host = jax.tree.map(np.array, to_host(table))
         position, state = _take_newest_states(
-            table.num_earlier_states + 1, read("position"), read("state"), moves.turn
+            table.num_earlier_states + 1, read("position"), read("state"), moves.saved_index
         )
         new, kept = np.array(moves.new, int), position != EMPTY
         host.position[new], host.cell[new] = position, host.num_cells
@@ -200,12 +200,12 @@ def _take_newest_states(
     pairs: int,
     position: Int32[np.ndarray, "q e"],
     state: Int32[np.ndarray, "q e"],
-    turns: list[int],
+    saved_index: list[int],
 ) -> tuple[Int32[np.ndarray, "m {pairs}"], Int32[np.ndarray, "m {pairs}"]]:
     """Return positions and indices of the newest states of sequences, newest state last."""
     padding = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
-    position = np.pad(position[turns, -pairs:], padding, constant_values=EMPTY)
-    return position, np.pad(state[turns, -pairs:], padding)
+    position = np.pad(position[saved_index, -pairs:], padding, constant_values=EMPTY)
+    return position, np.pad(state[saved_index, -pairs:], padding)
 
 
 def _lowest_free_cells(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
