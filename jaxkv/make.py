@@ -50,9 +50,9 @@ def make_cache(
       spec: layers, heads and windows of the model (`CacheSpec`).
       cells: N, the number of cells of each stream. A batch that needs more cells than are free is
         refused (`init_batch`). With a window of width W, the default is (W + ubatch_size +
-        max_rollback) * Q / S, rounded up to whole tiles or stripes. The default is enough for
-        sequences of any length; a larger number is reduced to the default. Recurrent layers ignore
-        `cells`. Cross-attention layers have N cells for encoder sources.
+        max_rollback) * Q / S, rounded up to whole tiles or stripes. This is enough for sequences of
+        any length, and a larger number is reduced to the default. Recurrent layers ignore `cells`.
+        Cross-attention layers have N cells for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
@@ -68,15 +68,14 @@ def make_cache(
         default N; default 32. If `max_rollback` equals `cells`, N is not reduced, and any number of
         tokens can be removed until a stream is full. With recurrent layers, `max_rollback` is E,
         the number of earlier states to store, each as large as the current state; default 0.
-      placement: the order in which free cells of attention layers are taken, without effect on
-        results.
+      placement: order in which free cells of attention layers are taken; results do not depend on
+        it.
 
         - "any" takes the first free cells.
-        - "contiguous" takes one run of neighbouring cells. A plan is refused if no free run is long
-          enough (see `compact`).
+        - "contiguous" takes one run of neighbouring cells; without such a run, a plan is refused.
         - "striped:n" divides a stream into n runs of N / n cells, and takes cells from one run
-          after the other, up to 64 at a time. If n devices split the cells, tokens are then spread
-          evenly over the devices.
+          after the other, up to 64 at a time. This spreads tokens evenly over n devices that split
+          the cells.
         - "tiled" gives a sequence whole empty tiles of 64 cells; without empty tiles, any free
           cells. On a CPU, one tiled stream is about as fast as one stream for each sequence. N must
           be a multiple of 64, or below 256.
@@ -91,7 +90,8 @@ def make_cache(
         each head without padding, on other platforms, and for several devices without a `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
-      sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
+      sharding_rules: mesh axes that split streams, heads and cells; default
+        `sharding.ShardingRules()`.
 
     Returns:
       The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or
@@ -103,13 +103,11 @@ def make_cache(
     - A write copies all layers in three cases: outside of `jit`; on a CPU with bfloat16 or float8
       before jax 0.12; on a TPU with rows of fewer than 128 numbers.
     - In a gradient with respect to the buffers, each layer adds an array of the size of all layers.
-    - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy the layer
-      before they read it.
+    - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy the layer.
 
     Raises:
       TypeError: If `spec` is not a `CacheSpec`, a count is not an integer, or `dtype` is invalid.
-      ValueError: If a count is below 1 (`max_rollback`: below 0) or above 2**31 - 1, or S does not
-        divide Q.
+      ValueError: If S does not divide Q, or a count is not from 1 (`max_rollback`: 0) to 2**31 - 1.
       ValueError: If `cells` is missing for attention layers without a window, a stream has 2**30
         cells or more, or a layer has 2**60 numbers or more.
       ValueError: If the placement is unknown, or does not support the number of cells N.
@@ -118,8 +116,8 @@ def make_cache(
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
-      ValueError: If a mesh axis would split two dimensions, or `sharding_rules` are passed without
-        `mesh`.
+      ValueError: If an axis would split two dimensions, or `sharding_rules` are given without a
+        mesh.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)
@@ -160,14 +158,13 @@ def make_cache(
     if mesh is not None:
         return make_sharded(make, mesh, rules)
     if spec.parts:
-        jax.eval_shape(make)  # raises for any part before the first is made
+        jax.eval_shape(make)  # raises for an invalid part before any array is made
     return make()
 
 
 def _make_from_spec(
     spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any], devices: int | None
 ) -> Cache:
-    """Make a cache, or each part of a hybrid cache, from the options of `make_cache`."""
     if spec.parts:
         return compose_hybrid_cache(
             *(
@@ -182,7 +179,7 @@ def _make_from_spec(
             raise ValueError(
                 f"expected one {name} for a cache without parts, got {value}; pass a single one"
             )
-    parse_placement(options["placement"])  # raises also if no layer here uses it
+    parse_placement(options["placement"])  # raises even if no layer uses the placement
     match spec.kind:
         case "recurrent":
             max_rollback = 0 if options["max_rollback"] is None else options["max_rollback"]
@@ -196,7 +193,6 @@ def _make_from_spec(
 
 
 def _split_options(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a list with the options of each part of a hybrid cache."""
     count = len(spec.parts)
     for name, value in options.items():
         if isinstance(value, tuple) and len(value) != count:
