@@ -182,8 +182,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             owners & ~words == 0, "owners", owners, "among the saved sequences of the stream"
         )
         check_values(np.any(owners != 0, axis=1), "owners", owners[:, 0], "of each cell")
-        marks = read("evicted_below")
-        check_values(marks >= 0, "evicted_below", marks, "of at least 0")
+        evicted_below = read("evicted_below")
+        check_values(evicted_below >= 0, "evicted_below", evicted_below, "of at least 0")
 
     @staticmethod
     def assign_slots(
@@ -196,9 +196,9 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     ) -> SlotAssignment:
         """Choose a free cell for each saved cell if `fresh` is True, else use the saved index."""
         demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
-        marks = np.full(table.sequences, EMPTY, np.int32)
-        marks[moves.new] = read("evicted_below")[moves.saved_index]
-        rest, open_cells, found = _release_sequences(table, marks)
+        evicted_below = np.full(table.sequences, EMPTY, np.int32)
+        evicted_below[moves.new] = read("evicted_below")[moves.saved_index]
+        rest, open_cells, found = _release_sequences(table, evicted_below)
         for stream in np.flatnonzero(demand > np.asarray(found)):
             raise PlanRefusedError(
                 f"expected {demand[stream]} free cells in stream {stream} for a snapshot, got "
@@ -361,17 +361,17 @@ def _assign_cells(
 
 @jax.jit
 def _release_sequences(
-    table: CellTable, marks: Int32[ArrayLike, " Q"]
+    table: CellTable, evicted_below: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove each sequence whose mark is not -1, and store the mark as its `evicted_below`.
+    """Remove each sequence with an entry of `evicted_below` other than -1, and store the entry.
 
     Also return the free cells, and the number of cells that a snapshot may fill in each stream.
     """
-    is_removed = marks != EMPTY
+    is_removed = evicted_below != EMPTY
     ids = jnp.where(is_removed, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
     gone = jax.lax.reduce_or(jax.vmap(partial(sequence_bits, table))(ids), axes=(0,))
     rest = with_owners(table, table.owners & ~gone[..., None])
-    rest = replace(rest, evicted_below=jnp.where(is_removed, marks, rest.evicted_below))
+    rest = replace(rest, evicted_below=jnp.where(is_removed, evicted_below, rest.evicted_below))
     open_cells = usable_cells(rest)
     return rest, open_cells, num_fitting_tokens(rest, open_cells)
 
