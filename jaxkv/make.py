@@ -50,9 +50,9 @@ def make_cache(
       spec: layers, heads and windows of the model (`CacheSpec`).
       cells: N, the number of cells of each stream. A batch that needs more cells than are free is
         refused (`init_batch`). With a window of width W, the default is (W + ubatch_size +
-        max_rollback) * Q / S, rounded up to whole tiles or stripes. This is enough for sequences of
-        any length, and a larger number is reduced to the default. Recurrent layers ignore `cells`.
-        Cross-attention layers have N cells for encoder sources.
+        max_rollback) * Q / S, rounded up to whole tiles or stripes. The default is enough for
+        sequences of any length; a larger number is reduced to the default. Recurrent layers ignore
+        `cells`. Cross-attention layers have N cells for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
@@ -68,14 +68,13 @@ def make_cache(
         default N; default 32. If `max_rollback` equals `cells`, N is not reduced, and any number of
         tokens can be removed until a stream is full. With recurrent layers, `max_rollback` is E,
         the number of earlier states to store, each as large as the current state; default 0.
-      placement: order in which free cells of attention layers are taken; results do not depend on
-        it.
+      placement: order in which free cells of attention layers are taken, without effect on results.
 
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells; without such a run, a plan is refused.
         - "striped:n" divides a stream into n runs of N / n cells, and takes cells from one run
-          after the other, up to 64 at a time. This spreads tokens evenly over n devices that split
-          the cells.
+          after the other, up to 64 at a time. If n devices split the cells, tokens are spread
+          evenly.
         - "tiled" gives a sequence whole empty tiles of 64 cells; without empty tiles, any free
           cells. On a CPU, one tiled stream is about as fast as one stream for each sequence. N must
           be a multiple of 64, or below 256.
@@ -90,8 +89,7 @@ def make_cache(
         each head without padding, on other platforms, and for several devices without a `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
-      sharding_rules: mesh axes that split streams, heads and cells; default
-        `sharding.ShardingRules()`.
+      sharding_rules: mesh axes that split the cache; default `sharding.ShardingRules()`.
 
     Returns:
       The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or
@@ -116,8 +114,7 @@ def make_cache(
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
-      ValueError: If an axis would split two dimensions, or `sharding_rules` are given without a
-        mesh.
+      ValueError: If an axis would split two dimensions, or `sharding_rules` has no mesh.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)
