@@ -70,6 +70,8 @@ def take_own_heads(
     out: Float[Array, "P T H _"], rows: int, heads_per_row: int, value_dim: int
 ) -> Float[Array, "P T H Dv"]:
     """Cut the value of each query's own head out of a weighted sum of rows."""
+    if out.shape[3] == value_dim:
+        return out
     is_own = _is_own_head(out.shape[2], rows, heads_per_row)
     found, *others = jnp.split(out[..., : heads_per_row * value_dim], heads_per_row, axis=3)
     for own, head in zip(is_own[1:], others, strict=True):
