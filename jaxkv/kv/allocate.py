@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return the number of tokens that fit into `open_cells`, for each stream."""
+    """Return how many tokens fit into the open cells of each stream."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
@@ -28,7 +28,7 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Return slots for tokens of each stream s; only the first `demand[s]` entries are valid."""
+    """Choose a slot for each of `demand[s]` tokens of each stream s; later entries are invalid."""
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
@@ -60,7 +60,7 @@ def mark_used(
     def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
-    # A slot gets new keys and values, so its hash must differ from that of older tables.
+    # The hash of an overwritten cell must differ from the hash of this cell in older tables.
     old_hash = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
     owners = [set_slots(cells.owners[:, w], arriving.owners[:, w]) for w in words]

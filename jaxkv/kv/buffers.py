@@ -65,14 +65,14 @@ class Buffers:
     """Keys and values of all cells, for each layer.
 
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
-      L + l is stream s of layer l. The key of a cell at position p with shift s is rotated for
-      position p - s. If a row has n heads, the sizes K and D become K / n and n * D.
-    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. If a row has n
-      heads, the sizes K and Dv become K / n and n * Dv.
+      L + l is stream s of layer l. The key of a cell at position p with shift d is rotated for
+      position p - d. If a row has n heads, K becomes K / n, and D becomes n * D plus padding.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. Rows have n
+      heads and padding as in `k`.
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
       if the cache was made without `rope=`.
     stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
-    head_sizes: sizes of the heads of each layer, static.
+    head_sizes: Sizes of the heads of each layer, static.
     """
 
     k: tuple[Stored, ...]
@@ -106,14 +106,14 @@ class Buffers:
         return self.head_sizes[0].kv_heads // self.k[0].shape[-3]
 
     def layer(self, number: int | jax.Array) -> LayerKV:
-        """Return the keys and values of a layer; if layers are stacked, as two `LayerView`."""
+        """Return the keys and values of a layer, as two `LayerView` if layers are stacked."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]
         return jax.tree.map(lambda x: make_layer_view(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
-        """Replace keys and values of a layer by arrays in the form that `Buffers.layer` returns."""
+        """Replace the keys and values of a layer, in the form that `Buffers.layer` returns."""
         if self.stacked:
             k, v = map_arrays(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
@@ -129,13 +129,13 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return how many streams, key heads and cells an array of `depth` layers has, by name."""
+    """Return the numbers of streams, key heads and cells of an array of `depth` layers, by name."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
 
 def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> PyTree:
-    """Return the keys and values of a layer with a `PartitionSpec` in place of each array."""
+    """Return the pytree `layer_kv` with a `PartitionSpec` instead of each array."""
 
     def spec_of_array(x: Cached) -> PyTree:
         specs: PyTree = split.partition_spec, P(split.streams)
@@ -154,7 +154,8 @@ def axes_of_queries(
 ) -> tuple[str, ...]:
     """Return the mesh axes that split the query heads; `()` without a mesh."""
     # With MLA, each device stores the only key head, and `kv_heads` splits the query heads. Without
-    # MLA, projection params of a single key head are replicated; a split would add communication.
+    # MLA, the projection params of a single key head are replicated, and a split of the query heads
+    # would add communication.
     if sharding_rules is None or mesh is None:
         return ()
     split = sharding_rules.split(mesh, **shardable_sizes(keys, depth))
@@ -186,9 +187,8 @@ def map_kv(
 ) -> Buffers:
     """Replace the keys and values on each device by the result of the function `change`.
 
-    The function gets a device's shard of all layers, or of one layer at a time if stacked. On a
-    mesh, the first `by_stream` arguments, of shape `[S, ...]`, are split like the streams. All
-    other arguments are replicated.
+    If layers are stacked, `change` is called for each layer, otherwise once for all layers. On a
+    mesh, the first `by_stream` of `args` are split by streams, and the others are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -238,7 +238,7 @@ def write_cells(
     slots: Int[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
-    """Write keys or values into cells, quantised first if `stored` is quantised."""
+    """Write keys or values into cells; quantise them first if `stored` is quantised."""
 
     def scatter_array(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -268,7 +268,7 @@ def scatter_local(
 def _to_local_slots(
     split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Convert global streams and slots to indices in a shard; drop slots of other devices."""
+    """Convert global streams and slots to indices in a shard, out of range for other devices."""
     if split.streams:
         streams, is_own = to_local_index(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, out_of_range_slots(slots))
@@ -380,7 +380,7 @@ def _scatter_index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> ja
 
 
 def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement the function `scatter` with an XLA scatter that has an index per cell and head."""
+    """Implement `scatter` by an XLA scatter with an index for each cell and head."""
     if isinstance(array, LayerView):
         return _replace_array(
             array, _scatter_by_index(array.all, array.stream_indices(streams), slots, new)
@@ -406,7 +406,7 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 
 
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement `scatter` by a select that rewrites all cells, of all layers if stacked."""
+    """Implement `scatter` by `jnp.where` over all cells (of all layers if stacked)."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)

@@ -33,7 +33,7 @@ BLOCK = 128
 """Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
 Placement = Literal["any", "contiguous", "striped", "tiled"]
-"""Cells that a ubatch gets: the lowest ones, one contiguous run, alternating stripes, or tiles."""
+"""Order in which cells are taken: by index, in one contiguous run, in stripes, or in tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class Cells:
     owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
     shift: Position of each cell minus the position for which its key is rotated; 0 if empty.
     evicted_below: One past the highest evicted position of each sequence.
-    cell_hash: Hash of each cell's keys and values, which changes when the cell is overwritten.
+    cell_hash: Hash of each cell's keys and values; every overwrite of the cell changes this hash.
     content: Hash of each cell's token and of the position for which the key was computed. Copies
       and moves of a cell preserve this hash.
     history: Two hashes of all writes to each stream: before and after the last ubatch. After a copy
@@ -229,7 +229,7 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Share the cells of `src` at positions in a range with `dst`, sequences of the same stream."""
+    """Share the cells of `src` at positions in a range with sequences `dst` of its stream."""
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
@@ -245,13 +245,13 @@ def seq_cp(
 def eviction_mark_of_copy(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, ""]:
-    """Return `evicted_below` of a new sequence that is a copy of a range of `seq`."""
+    """Return `evicted_below` of a copy of a range of `seq`."""
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Replace the cells of all targets at once by their parents' cells in the same stream."""
+    """Replace each target's cells by those of its parent; a parent may also be a target."""
     # Targets are distinct; a target of Q or more is skipped.
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
@@ -289,8 +289,9 @@ def clear(cells: C) -> C:
 
 
 def fold_over_true(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
-    """Fold the function `look` over the indices of True elements, in increasing order."""
-    # In a large table, reducing all pairs of sequences and cells takes 100 times longer than this.
+    """Fold `look(index, carry)` over the indices of True elements, in increasing order."""
+    # In a large table, reducing all pairs of sequences and cells takes 100 times longer than
+    # this loop.
     ids = indices_of_true(asked, asked.size)
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
@@ -347,13 +348,13 @@ def hash_cells(
     cell_hash: UInt32[Array, "*#n"],
     owners: UInt32[Array, "*#n W"],
 ) -> UInt32[Array, "*#n"]:
-    """Return the number that each cell adds to `stream_hash`; `owners` has shape `[..., W]`."""
+    """Return the number that each cell adds to `stream_hash`."""
     return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
     """Return `old` with updated hashes, and whether all keys of `old` are still in the buffers."""
-    # The cells are unchanged if all used cells of `old` still contain the same keys and values.
+    # If the hashes of a cell are equal, the cell still has the keys and values of `old`.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
     whole = (
@@ -380,7 +381,7 @@ def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
     """Return the fields `history` and `written` after a copy, given which layers lack tokens."""
-    # Without the 1, two hashes of 0 would give a mark of 0.
+    # Without the 1, the hash of two zeros would be 0.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
         "history": jnp.broadcast_to(mark, history.shape),

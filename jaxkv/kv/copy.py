@@ -74,7 +74,7 @@ def copy_between_streams(
 def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Copy a range in the table; return the number of cells to copy in the buffers, `[]` int32."""
+    """Copy a range in the table; also return how many cells of the buffers to copy, `[]` int32."""
     does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
@@ -98,7 +98,7 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """If `does` is True, replace stream `dst` by a range of the only stream of `source`."""
+    """Replace stream `dst` by a range of the only stream of `source`, if `does` is True."""
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -181,7 +181,7 @@ def select_between_streams(
 def _replace_streams(
     axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Replace each target stream of the table by its source stream, where `does` is True."""
+    """Replace stream `targets[i]` of the table by stream `source[i]`, if `does[i]` is True."""
     lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     used_cells = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
@@ -209,7 +209,7 @@ def _select_cells(
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Copy the first `count` cells of source streams to target streams, where `does` is True."""
+    """Copy `count` cells of stream `source[i]` to stream `targets[i]`, if `does[i]` is True."""
     share, size, count = _local_chunk_sizes(split, arrays, count)
 
     def select_chunk(
@@ -240,7 +240,6 @@ def _select_cells(
 
 
 def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
-    """Round a number of cells up to a multiple of the chunk size, at most N; `[]` int32."""
     size = min(CHUNK, cells.num_cells)
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
 
@@ -248,7 +247,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: Halves, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return the sizes of a shard and of a chunk, and how many cells of the shard to copy."""
+    """Return three numbers of cells: in a shard, in a chunk, and to copy in this shard."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

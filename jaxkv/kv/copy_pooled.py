@@ -1,4 +1,4 @@
-"""Copies between streams of several sequences each, into free cells."""
+"""Copies between streams that store several sequences each; copied tokens get free cells."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    left: Table in which cells are shared and copy targets are empty, but no cell is copied yet.
-    arriving: Table of the copied tokens, with the new owners and the fields of the original cells.
-    origin: Index of each cell to copy, stream * N + cell. The first `need.demand[s]` entries of
-      stream s are valid, also in `slots` and `arriving`.
+    left: Table with the new owners of shared cells, but without the tokens to copy.
+    arriving: Table of the tokens to copy, with their new owners.
+    origin: Index of each cell to copy, stream * N + cell. Only the first `need.demand[s]` entries
+      of each stream s are valid; this is also true of `slots` and `arriving`.
     slots: Slot of each copied cell.
-    need: Numbers of needed and of usable cells of each stream.
+    need: Numbers of cells that the copy needs, and of cells that it can use.
     """
 
     left: C
@@ -122,7 +122,7 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
 def _copy_planned_cells(
     split: Halves, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Copy keys and values into the first `num_copied[s]` slots of each stream s."""
+    """Copy keys and values to the cells `slots[s, :num_copied[s]]` of each stream s."""
     ends = jnp.cumsum(num_copied)
     by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
 
@@ -155,7 +155,6 @@ def _copy_planned_cells(
 
 
 def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return whether each target is in another stream than its parent; `[n]` bool."""
     (theirs, *_), (ours, *_) = locate_owner_bit(cells, parents), locate_owner_bit(cells, targets)
     return is_sequence(cells, parents) & is_sequence(cells, targets) & (theirs != ours)
 
@@ -169,7 +168,7 @@ def _plan_transfer(
     start: jax.Array,
     stop: jax.Array,
 ) -> CopyPlan[C]:
-    """Plan copies of a range from parents to those targets that `is_cross_stream` marks."""
+    """Plan copies of a range from `parents[i]` to `targets[i]`, if `is_cross_stream[i]` is True."""
 
     def combine_sequence_bits(ids: jax.Array) -> jax.Array:
         ids = jnp.where(is_cross_stream, ids, cells.sequences)

@@ -96,7 +96,7 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-        """Return whether a copy is possible, and -1 instead of the last position of each target."""
+        """Return whether a copy is possible, and -1 as the last position of each target."""
         ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
@@ -161,7 +161,7 @@ class CrossAttentionTable(CellTable):
         visible_until: Tokens | None = None,
         **options: Any,
     ) -> tuple[CellTable, Buffers, Float[Array, "R T H Dv"]]:
-        """Attend from decoder tokens to all cells of their sources, or from a source to itself."""
+        """Attend to whole sources: from decoder tokens, or from the tokens of each source."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().attend(
                 buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options

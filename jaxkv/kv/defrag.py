@@ -36,8 +36,8 @@ class DefragPlan(MaintenancePlan):
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
     count: Number of runs of each stream.
-    free: Whether each cell was empty when the plan was made. The plan has no effect if the empty
-      cells have changed since it was made.
+    free: Whether each cell was empty when the plan was made. If other cells are
+      empty when the plan is applied, the plan has no effect.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -87,7 +87,7 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
 def _plan_stream_moves(
     spec: TableSpec, shards: int, tile: int | None, empty: jax.Array
 ) -> DefragPlan:
-    """Plan the moves of one stream; if a tile size is given, move whole tiles."""
+    """Plan the moves of one stream; move whole tiles unless `tile` is None."""
     size = empty.shape[0]
     max_moves = max(size // 2, 1)
     rank, is_used = jnp.arange(size), to_fill_order(~empty, shards)
@@ -101,7 +101,8 @@ def _plan_stream_moves(
     )
     pair = jnp.arange(max_moves)
     pairs = jnp.sum(enter)
-    # A run continues while source and destination are contiguous, and within a tile.
+    # The cells of a run are contiguous, at the source and at the destination. A moved tile starts a
+    # new run.
     goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
     if tile is not None:
         goes_on &= source % tile > 0
@@ -110,7 +111,7 @@ def _plan_stream_moves(
     start = indices_of_true(starts, max_moves)
     end = jnp.minimum(jnp.append(start[1:], max_moves), pairs)
     length = jnp.where(pair < runs, end - start, 0)
-    # Cells last in fill order move first, so that a part of the moves frees the last ranks.
+    # The last cells in fill order move first, so that the first moves free the last cells.
     order = jnp.where(pair < runs, runs - 1 - pair, pair)
     start, length = start[order], length[order]
 
@@ -128,7 +129,7 @@ def _plan_stream_moves(
 
 
 def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return which cells move, and which cells receive them, if whole tiles move; `[N]` bool."""
+    """Return which cells are sources and destinations if whole tiles move; two `[N]` bool."""
     cells = is_used.reshape(-1, tile)
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)
@@ -141,7 +142,7 @@ def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Arra
 def move_cells(
     cells: C, buffers: Buffers, plan: DefragPlan, ok: Bool[Array, ""]
 ) -> tuple[C, Buffers]:
-    """If `ok` is True, move the cells of a plan in table and buffers, CHUNK cells at a time."""
+    """Move cells in the table and the buffers if `ok` is True."""
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
@@ -153,7 +154,7 @@ def move_cells(
             return _scatter_cells(_scatter_cells(field, source, vacated), destination, value)
 
         owners = [move_field(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
-        # A destination has new keys and values, so its hash must differ from that of older tables.
+        # The hash of an overwritten cell must differ from the hash of this cell in older tables.
         stamp = mix(_gather_cells(cells.cell_hash, source) + 1)
         return replace(
             cells,

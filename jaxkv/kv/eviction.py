@@ -68,7 +68,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
         marks = cells.evicted_below.reshape(cells.streams, -1)
         lost = jnp.max(jnp.where(evicted, positions, EMPTY), axis=1)
         end = jnp.maximum(marks[:, local], lost + 1)
-        # The sequence with this local index in another stream may have no evicted cell.
+        # The sequence with the same index in another stream may own no evicted cell.
         gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
         owners = cells.owners & ~(words[None, :, None] & to_word_mask(gone))
         marks = marks.at[:, local].set(end).reshape(-1)
@@ -79,12 +79,12 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return for each index in a stream whether any sequence with this index owns a given cell."""
+    """Return for each index in a stream whether a sequence with this index owns a given cell."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return positions and owner words of the sequences with index `local` in their streams."""
+    """Return positions `[S, N]` and owner words `[W]` of the sequences with index `local`."""
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
@@ -107,9 +107,9 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
     """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
 
-    A sequence can continue if its next token attends to no evicted position. The last token of the
-    sequence must be known: it is present, or it is the highest evicted token. The argument `tip` is
-    the new position of each sequence's highest evicted token, which was at `evicted_below - 1`.
+    A sequence can continue if its next token attends to no evicted position. The position of its
+    last token must be known: this token is present, or it is the highest evicted token. `tip` is
+    the edited position of the token that was at `evicted_below - 1` in each sequence.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -152,7 +152,7 @@ def can_resume_after_copy(
 
 
 def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return which sequences can continue if `evicted_below` is `mark`; see `accept_edit`."""
+    """Return which sequences can continue (see `accept_edit`), given `evicted_below` as `mark`."""
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 

@@ -1,7 +1,7 @@
 """Order in which the empty cells of a stream are taken: by index, or in stripes.
 
-Striped placement alternates between the devices that split cells, with at most 64 contiguous cells
-at a time. The rank of a cell is its index in the order in which cells are taken.
+Striped placement takes a stripe of at most 64 contiguous cells from each device in rotation. The
+rank of a cell is its index in the order in which cells are taken.
 """
 
 from __future__ import annotations

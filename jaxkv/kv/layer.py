@@ -137,20 +137,20 @@ def read_kv(
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
-    """Set the field `written` of one layer to the hashes `mark`, `[S]` uint32."""
+    """Set `table.written[:, layer]`; do nothing if a traced layer number is out of range."""
     written = table.written
     if is_traced(layer):
         here = jnp.arange(written.shape[1]) == layer  # all False for a layer out of range
         written = jnp.where(here, mark[:, None], written)
     else:
-        # The compiler reads a column of the parts alone, without the hashes of all earlier layers.
+        # From a concatenation, XLA can read the hashes of one layer without those of other layers.
         parts = written[:, :layer], mark[:, None], written[:, layer + 1 :]
         written = jnp.concatenate(parts, axis=1)
     return replace(table, written=written)
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> tuple[LayerKV, HeadSizes]:
-    """Return keys, values and sizes of a layer; raise if an untraced number is out of range."""
+    """Return keys, values and sizes of a layer; raise if a concrete number is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
             f"expected a layer from 0 to {buffers.layers - 1}, got {layer}; make the cache with "
@@ -160,7 +160,6 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> tuple[LayerKV, He
 
 
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
-    """Return `x` if it is an array of floats; otherwise raise an error that contains `name`."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"expected an array for {name}, got {type(x)}; convert it with jnp.asarray")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -204,7 +203,6 @@ def _check_kv(
 def _check_visible_until(
     visible_until: Tokens | None, ubatch: Ubatch, causal: bool
 ) -> jax.Array | None:
-    """Check `visible_until`, and return an int32 array `[R, T]` or None."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(
             f"expected causal as True or False, known while tracing, got {causal!r}; pass a "
@@ -233,7 +231,7 @@ def _write_local_kv(
     where: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> LayerKV:
-    """Write the new arrays, if any, into the given slots of this device's shard."""
+    """Write keys and values into slots of this device's shard, unless `new` is empty."""
     if not new:
         return layer_kv
     if split.cells:
@@ -250,7 +248,6 @@ def _local_visibility(
     causal: bool,
     visible_until: jax.Array | None,
 ) -> Visibility:
-    """Return the `Visibility` of the cells in this device's shard, see `visibility_of`."""
     visibility, count = (
         visibility_of(table, ubatch, causal=causal, visible_until=visible_until),
         layer_kv[0].shape[2],
@@ -263,14 +260,13 @@ def _local_visibility(
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return `slots.committed_slots`; no row is current if the layer number is out of range."""
+    """Return `slots.committed_slots`; all rows are stale if the layer number is out of range."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = codes_and_scales(layer_kv[0])
     return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current
 
 
 def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return whether each flag is True on all devices along the given mesh axes."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
 
 
@@ -282,7 +278,6 @@ def _write_layer(
     mark: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, LayerKV]:
-    """Write new keys and values into a layer; on a mesh, each device writes into its shard."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
 
     def write_on_shard(
@@ -315,7 +310,7 @@ def _visible_kv(
     causal: bool,
     sizes: HeadSizes,
 ) -> KVView:
-    """Return the keys and values of the stream of each list of tokens, see `jaxkv.read_kv`."""
+    """Implement `read_kv` for the arrays of one layer."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
@@ -384,7 +379,7 @@ def _attend_layer(
     implementation: Implementation | None,
     sizes: HeadSizes,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
-    """Write new keys and values, if any, into a layer, and attend; traced once for all layers."""
+    """Write `new` (if not empty) into a layer, and attend; layers of one shape share a trace."""
     # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
     # rows, and one collective merges the partial softmaxes of each row.
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))

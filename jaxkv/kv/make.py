@@ -23,7 +23,7 @@ from jaxkv.ops.quantised import Stored, make_stored_zeros
 from jaxkv.window import num_cells_for_window
 
 HEAD_DEVICES: ContextVar[int | None] = ContextVar("HEAD_DEVICES", default=None)
-"""Number of devices that split the heads of a cache, while `sharding.shapes` calls its maker."""
+"""Number of devices that split heads, set while `sharding.shapes` makes a cache."""
 
 
 def make_attention_cache(
@@ -96,8 +96,8 @@ def make_attention_cache(
 def default_lanes(devices: int | None = None, platform: str | None = None) -> int:
     """Return the default of the option `lanes`: 128 on a TPU, otherwise 1.
 
-    The default is also 1 if a process with several devices does not know the number of `devices`
-    that will split the heads: rows of several heads can be split by fewer devices.
+    The default is also 1 if a process has several devices and `devices` is None, because fewer
+    devices can split rows of several heads.
     """
     platform = jax.default_backend() if platform is None else platform
     is_known = devices is not None or jax.device_count() == 1
@@ -107,10 +107,10 @@ def default_lanes(devices: int | None = None, platform: str | None = None) -> in
 def choose_heads_per_row(
     lanes: int, heads: Sequence[HeadSizes], dtype: jnp.dtype, devices: int
 ) -> int:
-    """Return the largest number of heads in `lanes` numbers that fill the rows of each layer.
+    """Return how many heads share a row of `lanes` numbers: a divisor of each layer's heads.
 
-    The result is 1 for dtypes of 8 bits and for values that are slices of keys. Devices that can
-    split the heads of a layer can split the rows, too.
+    The result is 1 for dtypes of 8 bits and for values that are slices of keys. If `devices`
+    can split the heads of a layer, they can also split its rows.
 
     >>> sizes = [HeadSizes(kv_heads=8, head_dim=64, values=64)]
     >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]
@@ -143,7 +143,6 @@ def _make_arrays(
     lanes: int,
     devices: int,
 ) -> tuple[dict[str, jax.Array], Buffers]:
-    """Return the arrays of an empty table, and empty buffers, from one compiled program."""
     fields = empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams)
     buffers = _zero_buffers(spec, streams, cells, dtype, stacked, lanes, devices)
     return fields, buffers
@@ -158,7 +157,6 @@ def _zero_buffers(
     lanes: int,
     devices: int,
 ) -> Buffers:
-    """Return buffers of zeros; one array for all layers if `stacked`."""
     names = "kv_heads", "head_dim", "value_dim", "rope"
     heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
     if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
@@ -200,7 +198,6 @@ def _zero_buffers(
 
 
 def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
-    """Return the spec's field with the given name, as a tuple with one value for each layer."""
     value = getattr(spec, name)
     return value if isinstance(value, tuple) else (value,) * spec.layers
 
@@ -219,7 +216,6 @@ def parse_placement(placement: str) -> tuple[Placement, int]:
 
 
 def _check_dtype(dtype_like: jax.typing.DTypeLike) -> None:
-    """Raise if a dtype cannot store keys and values."""
     try:
         dtype = jnp.dtype(dtype_like)
     except TypeError:

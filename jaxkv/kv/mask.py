@@ -58,9 +58,9 @@ def visibility_of(
 def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
-    """Return which tokens attend to unwritten tokens; None if no token attends to later tokens."""
-    # Such a token attends beyond the last token of its sequence in this ubatch. If `causal` is
-    # False, its sequence must also continue in a later ubatch of the plan.
+    """Return which tokens attend to unwritten tokens; None for causal attention."""
+    # These tokens attend beyond the last token of their sequence in this ubatch. If `causal` is
+    # False, the sequence must also continue in a later ubatch of the plan.
     if causal and visible_until is None:
         return None
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)

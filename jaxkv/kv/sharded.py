@@ -50,7 +50,7 @@ def compare_last_tokens(
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Compare the content hash of each sequence's last cell with the array `contents`.
 
-    Returns the hashes, 0 for an empty sequence, and whether they are equal to `contents`. After
+    Returns the hashes (0 for an empty sequence), and which hashes are equal to `contents`. After
     `seq_div`, two cells may be at the last position; then one equal hash is sufficient.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
@@ -80,11 +80,11 @@ def map_rows(
     work: Callable[[C, Ubatch, Axes, Axes], W],
     out_specs: Callable[[Axes], P],
 ) -> W:
-    """Call a function with the streams of each device and the rows of a ubatch in these streams.
+    """Call `work(cells, ubatch, rows, shared_axes)` with the streams and rows of each device.
 
-    The third argument of the function has the mesh axes that split rows. If no axis splits rows,
-    each device gets all rows, but rows of other devices' streams are padding. The fourth argument
-    has the mesh axes that split streams; if an axis splits rows, the fourth argument is empty.
+    `rows` has the mesh axes that split rows. If no axis splits rows, each device gets all rows, but
+    rows of other devices' streams are padding, and `shared_axes` has the axes that split streams.
+    Otherwise `shared_axes` is empty.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

@@ -83,8 +83,8 @@ def seq_add(
     """Add `delta` to positions of a sequence in a range; other owners of these cells move too.
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
-    not continue (see `eviction.accept_edit`), the table is unchanged and the flag is False. If
-    `gap` is given, the sequence must have no tokens, present or evicted, in `[gap, start)`.
+    not continue (see `eviction.accept_edit`), the function returns the unchanged table and False.
+    If `gap` is given, the sequence must have no tokens, present or evicted, in `[gap, start)`.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -126,7 +126,7 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[C, Bool[Array, ""]]:
-    """Divide the positions of a sequence in a range, rounding down; for the flag see `seq_add`."""
+    """Divide positions of a sequence in a range, rounding down; for the flag see `seq_add`."""
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)
@@ -163,7 +163,7 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each sequence's highest evicted position below `stop`, and whether it moves."""
+    """Return the highest evicted position of each sequence below `stop`, and whether it moves."""
     # An evicted cell may have been shared, so its position moves for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
@@ -182,11 +182,11 @@ def _move_eviction_marks(
     below: jax.Array,
     move: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `evicted_below` after a move, and the new position of the last evicted token."""
+    """Return `evicted_below` and the position of the highest evicted token after a move."""
     mark = cells.evicted_below
     highest, inside = evicted
     moved = jnp.maximum(move(highest) + 1, 0)
-    # Evicted positions that stay are below the range, or above the range if the last one stays.
+    # If the highest evicted token does not move, `evicted_below` does not decrease.
     all_move = inside & (jnp.arange(cells.sequences) == seq) & (highest == mark - 1)
     stays = jnp.where(all_move, jnp.minimum(mark, below), mark)
     marks = jnp.where(inside, jnp.maximum(moved, stays), mark)
@@ -237,7 +237,7 @@ def _rotate_keys(
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Rotate the key of each cell from position `start` to `start + by`; arrays are `[S, N]`."""
+    """Rotate keys from positions `start` to `start + by`, both `[S, N]` int32."""
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # each device rotates its own cells
@@ -257,7 +257,7 @@ def _rotate_keys(
         cell = jnp.searchsorted(count, number).astype(jnp.int32)
         stream, slot = divmod_nonnegative(cell, size)
         begin, turns = (x.at[cell].get(mode="fill", fill_value=0) for x in (start, by))
-        # Padding of the chunk gets distinct slots past the last cell, as writes need unique slots.
+        # Padding of a chunk gets distinct slots past the last cell, since writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
 
         def read_heads(head_dim: int, x: Cached) -> jax.Array:

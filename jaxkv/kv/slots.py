@@ -103,7 +103,7 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
 
 
 def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
-    """Return which sequences fit into `room` cells of each stream, smallest demand first."""
+    """Return which sequences fit into `room[s]` cells of stream s, smallest demand first."""
 
     def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
         order = jnp.argsort(demand, stable=True)
@@ -157,7 +157,7 @@ def _search_cells(
         split = jnp.zeros(slots.shape, bool)
     else:
         slots, split = _choose_in_order(cells, ubatch, all_streams)
-    if shared_axes:  # the result for a token is that of its stream's device
+    if shared_axes:  # each token takes the result of its stream's device
         slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
         split = ubatch.valid & split
         slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), shared_axes)
@@ -168,7 +168,7 @@ def _search_cells(
 def _choose_in_order(
     cells: Cells, ubatch: Ubatch, all_streams: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose slots for a ubatch if placement is not tiled; for results see `_search_cells`."""
+    """Choose slots if placement is not tiled; for the two results see `_search_cells`."""
     open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
         slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
@@ -209,7 +209,7 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for `total` tokens, which `turn` numbers from 1.
+    """Choose slots in a stream for `total` tokens; `turn` is the number of each token, from 1.
 
     A token that gets no cell has a slot past the last cell. With contiguous placement, the returned
     flag tells whether `total` cells are open, in runs of any length; other placements return False.
@@ -244,7 +244,6 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
-    """Implement the function `occupy` for the streams of a device, see `sharded.map_rows`."""
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
@@ -265,7 +264,6 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the field `history` as it is after a ubatch: two hashes for each stream."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
@@ -277,14 +275,14 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
-    """Return the sum of `x`, `[R]`, over the rows of each stream; unsigned sums wrap around."""
+    """Sum an array `[R]` over the rows of each stream; unsigned sums wrap around."""
     if ubatch.row_is_sequence:
         return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
     return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
 
 
 def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the words of the array `owners` for the tokens of a ubatch, `[R, T, W]` uint32."""
+    """Return the owner words of each token of a ubatch, `[R, T, W]` uint32."""
     words = jnp.arange(cells.owners.shape[1])
 
     def owner_bits(sequences: jax.Array) -> jax.Array:
@@ -299,13 +297,12 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
-    """Return the `stream_hash` that a table without a window has after a ubatch."""
-    # The slots are empty before the ubatch, and its `hash_before` is the hash of the table.
+    """Return the `stream_hash` of a table without a window after a ubatch."""
+    # The slots are empty before the ubatch, and `ubatch.hash_before` is the hash of the table.
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
 
 
 def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Implement `stream_hash_after` for the streams of a device, see `sharded.map_rows`."""
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owner_words(cells, ubatch), jnp.zeros_like(slots)
@@ -347,6 +344,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows have no slots, or are in a stream of which a layer has all tokens."""
+    """Return whether a layer wrote all tokens of each row's stream; True for rows without slots."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

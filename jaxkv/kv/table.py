@@ -145,7 +145,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells of `src` within its stream, and copy cells to targets in other streams."""
+        """Share cells of `src` within its stream; copy them to targets in other streams."""
         if buffers is None:
             return cells.seq_cp(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:
@@ -196,6 +196,6 @@ class CellTable(Cells, CacheTable):
         return defrag.plan_moves(self, max_moves, self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether `verb` is "attend", the only verb that attention layers support."""
+        """Return whether `verb` is "attend"; attention layers support no other verb."""
         del layer
         return verb == "attend"

@@ -70,7 +70,7 @@ def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Ar
     sequences, valid = word * WORD + bit.astype(jnp.int32), ubatch.valid
     if all_streams:
         sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))
-    else:  # each row is a list, with all tokens of its stream
+    else:  # each row is a list with all tokens of the row's stream
         beside = ubatch.row_stream[:, None] == ubatch.row_stream[None]
         pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
         valid = (beside[..., None] & valid[None]).reshape(len(valid), -1)
@@ -89,7 +89,7 @@ class StreamCells(NamedTuple):
 
     owners: Owners of each cell.
     free: Whether each cell is empty.
-    hidden: For each used cell, whether it may be evicted; None without a window.
+    hidden: Whether each cell is evictable; None without a window.
     position: Position of each cell.
     """
 
@@ -124,7 +124,7 @@ def choose_for_list(
     owner = jnp.where(empty, heir, owner)  # U or more if a tile has no owner
     room = jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop")
 
-    # Tiles ordered by sequence, those with tokens before empty ones.
+    # Tiles in the order of their sequences; the empty tiles of a sequence come last.
     by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
     start = _get_or_zero(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
     is_own = is_valid & (turn < _get_or_zero(room, sequence))
@@ -150,12 +150,11 @@ def choose_for_list(
 
 
 def _get_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return `x[index]` for an array `x` of shape `[n]`; 0 for an index past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
-    """Return the only sequence with tokens in each tile, `[M]`; U or more for other tiles."""
+    """Return the only owner of each tile, `[M]`; U or more for no owner or several owners."""
     words = owners.reshape(owners.shape[0], -1, size)
     words = jax.lax.reduce(words, jnp.uint32(0), jax.lax.bitwise_or, (2,))  # [W, M]
     alone = jnp.sum(jax.lax.population_count(words), axis=0) == 1
@@ -165,7 +164,7 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the group of item `n` (M if there is none), and the index of the item in the group."""
+    """Return the tile of empty cell n (M for none), and n minus the empty cells before the tile."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
     return group, n - _get_or_zero(ends - counts, group)

@@ -38,7 +38,7 @@ def join_heads(x: A, heads_per_row: int, row_size: int) -> A:
 def split_rows(x: A, heads_per_row: int, head_dim: int) -> A:
     """Split rows into heads `[..., K, D]`; the inverse of `join_heads`.
 
-    Scales of 8-bit heads have fewer numbers than a head, and no padding.
+    Scales of 8-bit heads have no padding, and have fewer numbers than a head.
     """
     x = x[..., : heads_per_row * head_dim]
     *rest, rows, size = x.shape
@@ -57,7 +57,7 @@ def split_rows_of_cells(
 def pad_queries(
     q: Float[Array, "P T H D"], rows: int, heads_per_row: int, row_size: int
 ) -> Float[Array, "P T H W"]:
-    """Pad each query to the size of a row: the dimensions of the row's other heads are zeros."""
+    """Pad each query to the size of a row, with zeros for the other heads of the row."""
     if q.shape[3] == row_size:
         return q
     # A TPU concatenates slices of lanes faster than it reshapes a dimension into lanes.
@@ -69,7 +69,7 @@ def pad_queries(
 def take_own_heads(
     out: Float[Array, "P T H _"], rows: int, heads_per_row: int, value_dim: int
 ) -> Float[Array, "P T H Dv"]:
-    """Cut the value of each query's own head out of a weighted sum of rows."""
+    """Take the part of each query's own head from a weighted sum of rows of values."""
     if out.shape[3] == value_dim:
         return out
     is_own = _is_own_head(out.shape[2], rows, heads_per_row)
