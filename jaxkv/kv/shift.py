@@ -90,11 +90,13 @@ def seq_add(
     evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
     below = jnp.maximum(start, 0) if gap is None else jnp.minimum(start, gap)
-    marks, tip = _move_eviction_marks(cells, seq, evicted, below, lambda position: position + delta)
+    marks, highest_evicted = _move_evicted_below(
+        cells, seq, evicted, below, lambda position: position + delta
+    )
     moved, goes_on = accept_edit(
         cells,
         _move_positions(replace(cells, evicted_below=marks), moves, cells.position + delta),
-        tip,
+        highest_evicted,
     )
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, cells), ok & goes_on
 
@@ -132,13 +134,15 @@ def seq_div(
     divisor = jnp.maximum(divisor, 1)
     evicted = _highest_evicted(cells, seq, start, stop)
     start = jnp.maximum(start, 0)
-    marks, tip = _move_eviction_marks(
+    marks, highest_evicted = _move_evicted_below(
         cells, seq, evicted, start, lambda position: position // divisor
     )
     # Moved positions are not negative, so `div` rounds down, at half the cost of `//`.
     position = jax.lax.div(cells.position, jnp.full_like(cells.position, divisor))
     moved, goes_on = accept_edit(
-        cells, _move_positions(replace(cells, evicted_below=marks), moves, position), tip
+        cells,
+        _move_positions(replace(cells, evicted_below=marks), moves, position),
+        highest_evicted,
     )
     return moved, ok & goes_on
 
@@ -175,7 +179,7 @@ def _highest_evicted(
     )
 
 
-def _move_eviction_marks(
+def _move_evicted_below(
     cells: Cells,
     seq: jax.Array,
     evicted: tuple[jax.Array, jax.Array],
