@@ -104,12 +104,14 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
     return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
 
-def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
+def accept_edit(
+    cells: C, edited: C, highest_evicted: Int32[Array, " Q"]
+) -> tuple[C, Bool[Array, ""]]:
     """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
 
     A sequence can continue if its next token attends to no evicted position. The position of its
-    last token must be known: this token is present, or it is the highest evicted token. `tip` is
-    the edited position of the token that was at `evicted_below - 1` in each sequence.
+    last token must be known: this token is present, or it is the highest evicted token.
+    `highest_evicted` is the edited position of the token at `evicted_below - 1` of each sequence.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -117,7 +119,9 @@ def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[A
     before, after = last_positions(cells, everyone), last_positions(edited, everyone)
     mark, moved = cells.evicted_below, edited.evicted_below
     same = (before == after) & (mark == moved)
-    ok = jnp.all(same | _can_go_on(cells, moved, after, (before < mark - 1) & (tip == moved - 1)))
+    ok = jnp.all(
+        same | _can_go_on(cells, moved, after, (before < mark - 1) & (highest_evicted == moved - 1))
+    )
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), edited, cells), ok
 
 
