@@ -233,7 +233,7 @@ def seq_cp(
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
-    missed = jnp.where(is_sequence(cells, src), eviction_mark_of_copy(cells, src, start, stop), 0)
+    missed = jnp.where(is_sequence(cells, src), evicted_below_of_copy(cells, src, start, stop), 0)
     return replace(
         with_owners(cells, cells.owners | (gained[..., None] & to_word_mask(shared))),
         evicted_below=cells.evicted_below.at[
@@ -242,7 +242,7 @@ def seq_cp(
     )
 
 
-def eviction_mark_of_copy(
+def evicted_below_of_copy(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, ""]:
     """Return `evicted_below` of a copy of a range of `seq`."""

@@ -36,7 +36,7 @@ from jaxkv.kv.cells import (
     C,
     Cells,
     advance_history_fields,
-    eviction_mark_of_copy,
+    evicted_below_of_copy,
     is_in_range,
     is_layer_incomplete,
     is_sequence,
@@ -119,7 +119,7 @@ def _replace_range(
         owners=row(cells.owners, jnp.where(shared[None], source.owners[0], 0)),
         shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
         evicted_below=row(
-            cells.evicted_below, eviction_mark_of_copy(source, jnp.int32(0), start, stop)
+            cells.evicted_below, evicted_below_of_copy(source, jnp.int32(0), start, stop)
         ),
         cell_hash=row(cells.cell_hash, jnp.where(index < count, stamp, old)),
         content=row(cells.content, source.content[0]),

@@ -33,7 +33,7 @@ from jaxkv.kv.cells import (
     C,
     Cells,
     clear,
-    eviction_mark_of_copy,
+    evicted_below_of_copy,
     fold_over_true,
     is_in_range,
     is_layer_incomplete,
@@ -174,7 +174,7 @@ def _plan_transfer(
         ids = jnp.where(is_cross_stream, ids, cells.sequences)
         return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
 
-    marks = jax.vmap(lambda seq: eviction_mark_of_copy(cells, seq, start, stop))(parents)
+    marks = jax.vmap(lambda seq: evicted_below_of_copy(cells, seq, start, stop))(parents)
     base = replace(
         with_owners(base, base.owners & ~combine_sequence_bits(targets)[..., None]),
         evicted_below=base.evicted_below.at[

@@ -14,7 +14,7 @@ from jaxkv.kv.cells import (
     WORD,
     C,
     Cells,
-    eviction_mark_of_copy,
+    evicted_below_of_copy,
     fold_over_true,
     is_cell_empty,
     is_sequence,
@@ -137,7 +137,7 @@ def can_resume_after_copy(
     positions, marks = sequence_positions(cells, src), cells.evicted_below
     copied = (positions >= jnp.maximum(start, 0)) & (positions < resolve_range_end(stop))
     highest = jnp.max(jnp.where(copied, positions, EMPTY))
-    mark = eviction_mark_of_copy(cells, src, start, stop)
+    mark = evicted_below_of_copy(cells, src, start, stop)
     certain = (jnp.max(positions) < marks[src] - 1) & (mark == marks[src])
 
     (theirs, *_), (ours, *_) = locate_owner_bit(cells, src), locate_owner_bit(cells, dst)
