@@ -69,7 +69,7 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    left: Table with the new owners of shared cells, but without the tokens to copy.
+    base: Table with the new owners of shared cells, but without the tokens to copy.
     arriving: Table of the tokens to copy, with their new owners.
     origin: Index of each cell to copy, stream * N + cell. Only the first `need.demand[s]` entries
       of each stream s are valid; this is also true of `slots` and `arriving`.
@@ -77,7 +77,7 @@ class CopyPlan(NamedTuple, Generic[C]):
     need: Numbers of cells that the copy needs, and of cells that it can use.
     """
 
-    left: C
+    base: C
     arriving: C
     origin: Int32[Array, "S N"]
     slots: Int32[Array, "S N"]
