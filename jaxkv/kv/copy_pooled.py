@@ -55,15 +55,15 @@ if TYPE_CHECKING:
 
 
 class CopyDemand(NamedTuple):
-    """Numbers of cells that a copy needs (`demand`) and can use (`found`) in each stream."""
+    """Numbers of cells that a copy needs (`demand`) and can use (`capacity`) in each stream."""
 
     demand: Int32[Array, " S"]
-    found: Int32[Array, " S"]
+    capacity: Int32[Array, " S"]
 
     @property
     def ok(self) -> Bool[Array, ""]:
         """Whether each stream has enough cells."""
-        return jnp.all(self.demand <= self.found)
+        return jnp.all(self.demand <= self.capacity)
 
 
 class CopyPlan(NamedTuple, Generic[C]):
