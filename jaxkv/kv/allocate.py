@@ -44,9 +44,9 @@ def choose_cells(
 
 
 def mark_used(
-    cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
+    cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Store the tokens of the table `arriving` in slots; skip slots past the last cell.
+    """Store the tokens of the table `new_cells` in slots; skip slots past the last cell.
 
     The array `is_incomplete` is True for layers that lack keys and values of these tokens.
     """
@@ -63,13 +63,13 @@ def mark_used(
     # The hash of an overwritten cell must differ from the hash of this cell in older tables.
     old_hash = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
-    owners = [set_slots(cells.owners[:, w], arriving.owners[:, w]) for w in words]
+    owners = [set_slots(cells.owners[:, w], new_cells.owners[:, w]) for w in words]
     return replace(
         cells,
-        position=set_slots(cells.position, arriving.position),
+        position=set_slots(cells.position, new_cells.position),
         owners=jnp.stack(owners, axis=1),
-        shift=set_slots(cells.shift, arriving.shift),
-        cell_hash=set_slots(cells.cell_hash, hash_overwritten_cells(old_hash, arriving.cell_hash)),
-        content=set_slots(cells.content, arriving.content),
+        shift=set_slots(cells.shift, new_cells.shift),
+        cell_hash=set_slots(cells.cell_hash, hash_overwritten_cells(old_hash, new_cells.cell_hash)),
+        content=set_slots(cells.content, new_cells.content),
         **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
     )

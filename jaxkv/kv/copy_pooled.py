@@ -70,15 +70,15 @@ class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
     base: Table with the new owners of shared cells, but without the tokens to copy.
-    arriving: Table of the tokens to copy, with their new owners.
+    new_cells: Table of the tokens to copy, with their new owners.
     origin: Index of each cell to copy, stream * N + cell. Only the first `need.demand[s]` entries
-      of each stream s are valid; this is also true of `slots` and `arriving`.
+      of each stream s are valid; this is also true of `slots` and `new_cells`.
     slots: Slot of each copied cell.
     need: Numbers of cells that the copy needs, and of cells that it can use.
     """
 
     base: C
-    arriving: C
+    new_cells: C
     origin: Int32[Array, "S N"]
     slots: Int32[Array, "S N"]
     need: CopyDemand
@@ -106,14 +106,14 @@ def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]
 def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
     """Apply a copy plan to the table and the buffers, if each stream has enough cells."""
     # A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
-    base, arriving, origin, slots, need = transfer
+    base, new_cells, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
     slots = jnp.where(gets, slots, out_of_range_slots(slots))
     source, _ = divmod_nonnegative(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
     comes = jnp.any(comes, axis=1)  # [S, S], target and source
     incomplete = jnp.any(comes[..., None] & is_layer_incomplete(cells)[None], axis=1)
-    filled = map_streams(base, mark_used, slots, arriving, incomplete)
+    filled = map_streams(base, mark_used, slots, new_cells, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.demand, 0)
     return filled, map_kv(cells.sharding_rules, buffers, _copy_planned_cells, *args, by_stream=2)
@@ -195,10 +195,10 @@ def _plan_transfer(
         (*(P(axes),) * 3, *(P(),) * 5),
         P(axes),
     )
-    arriving, origin, slots, *need = run(
+    new_cells, origin, slots, *need = run(
         cells, base, usable_cells(base) & ~copy_array, parents, targets, like, start, stop
     )
-    return CopyPlan(base, arriving, origin, slots, CopyDemand(*need))
+    return CopyPlan(base, new_cells, origin, slots, CopyDemand(*need))
 
 
 def _queue_copies(
@@ -225,7 +225,7 @@ def _queue_copies(
 
     def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
         """Add the cells of parent i to the list of copies into the stream of target i."""
-        arriving, origin, num_copied = queue
+        new_cells, origin, num_copied = queue
         line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]
         position, owners, shift, stamp, content = line
@@ -241,21 +241,21 @@ def _queue_copies(
         def put(field: jax.Array, value: jax.Array) -> jax.Array:
             return field.at[stream].set(jnp.where(these, value, field[stream]))
 
-        arriving = replace(
-            arriving,
-            position=put(arriving.position, position[cell]),
-            owners=put(arriving.owners, whose[:, None]),
-            shift=put(arriving.shift, shift[cell]),
-            cell_hash=put(arriving.cell_hash, stamp[cell]),
-            content=put(arriving.content, content[cell]),
+        new_cells = replace(
+            new_cells,
+            position=put(new_cells.position, position[cell]),
+            owners=put(new_cells.owners, whose[:, None]),
+            shift=put(new_cells.shift, shift[cell]),
+            cell_hash=put(new_cells.cell_hash, stamp[cell]),
+            content=put(new_cells.content, content[cell]),
         )
         origin = put(origin, theirs[i] * cells.num_cells + cell)
-        return arriving, origin, num_copied.at[stream].add(jnp.where(is_own, count[-1], 0))
+        return new_cells, origin, num_copied.at[stream].add(jnp.where(is_own, count[-1], 0))
 
     none = jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
-    arriving, origin, num_copied = fold_over_true(first, queue_parent_cells, (clear(base), *none))
+    new_cells, origin, num_copied = fold_over_true(first, queue_parent_cells, (clear(base), *none))
     return (
-        arriving,
+        new_cells,
         origin,
         choose_cells(base, open_cells, num_copied),
         num_copied,

@@ -393,8 +393,8 @@ def _occupy_cells(
     """Write restored cells into a table; each `cell_hash` is a hash of seed and saved index."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
-    arriving = replace(rest, cell_hash=stamp, **fields)
-    return mark_used(rest, slots, arriving, jnp.zeros(rest.written.shape, bool))
+    new_cells = replace(rest, cell_hash=stamp, **fields)
+    return mark_used(rest, slots, new_cells, jnp.zeros(rest.written.shape, bool))
 
 
 def _value_slice_bounds(v: Values) -> list[int] | None:
