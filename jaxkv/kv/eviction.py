@@ -99,7 +99,7 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
     highest = jnp.max(positions)
     last_kept = jnp.max(jnp.where(positions < pos, positions, EMPTY))
     cut = jnp.minimum(mark, jnp.maximum(pos, 0))
-    goes_on = _can_go_on(cells, cut, last_kept, (highest < mark - 1) & (cut == mark))
+    goes_on = _can_continue(cells, cut, last_kept, (highest < mark - 1) & (cut == mark))
     next_one = jnp.maximum(last_kept, cut - 1) + 1
     return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
@@ -120,7 +120,8 @@ def accept_edit(
     mark, moved = cells.evicted_below, edited.evicted_below
     same = (before == after) & (mark == moved)
     ok = jnp.all(
-        same | _can_go_on(cells, moved, after, (before < mark - 1) & (highest_evicted == moved - 1))
+        same
+        | _can_continue(cells, moved, after, (before < mark - 1) & (highest_evicted == moved - 1))
     )
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), edited, cells), ok
 
@@ -150,12 +151,12 @@ def can_resume_after_copy(
     certain = jnp.where(mark >= own_mark, certain, own_last < own_mark - 1)
     untouched = ~is_sequence(cells, dst) | ~is_sequence(cells, src) | (dst == src)
     same = (end == own_last) & (below == own_mark)
-    ok = jnp.all(untouched | same | _can_go_on(cells, below, end, certain))
+    ok = jnp.all(untouched | same | _can_continue(cells, below, end, certain))
     ok |= cells.window is None
     return ok, jnp.maximum(end, below - 1)
 
 
-def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
+def _can_continue(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
     """Return which sequences can continue (see `accept_edit`), given `evicted_below` as `mark`."""
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
