@@ -29,15 +29,15 @@ def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
     """Choose a slot for each of `demand[s]` tokens of each stream s; later entries are invalid."""
-    turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
+    number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
         open_cells: jax.Array, position: jax.Array, total: jax.Array
     ) -> jax.Array:
         if cells.placement != "tiled":
-            return choose_in_stream(cells, open_cells, position, turn, total)[0]
+            return choose_in_stream(cells, open_cells, position, number, total)[0]
         order = order_open_tiles_first(open_cells)
-        nth, _ = choose_in_stream(cells, open_cells[order], position[order], turn, total)
+        nth, _ = choose_in_stream(cells, open_cells[order], position[order], number, total)
         return order.at[nth].get(mode="fill", fill_value=cells.num_cells)
 
     return jax.vmap(choose_for_stream)(open_cells, cells.position, demand)

@@ -175,17 +175,17 @@ def _choose_in_order(
         return slots, jnp.zeros(slots.shape, bool)
     streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     valid = ubatch.valid.reshape(streams.size, -1)
-    turn = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-    total = turn[:, -1]
+    number = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
+    total = number[:, -1]
     if not all_streams and cells.sequences_per_stream > 1:
         beside = streams[:, None] == streams[None]
         ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
-        turn += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
+        number += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
         total = jnp.sum(jnp.where(beside, total[None], 0), axis=1, dtype=jnp.int32)
     position = cells.position
     if not all_streams:
         open_cells, position = open_cells[streams], position[streams]
-    slots, split = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, turn, total)
+    slots, split = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, number, total)
     slots = slots.reshape(ubatch.valid.shape)
     split = jnp.broadcast_to(split[:, None], (split.size, slots.size // split.size))
     return slots, split.reshape(slots.shape)
@@ -206,10 +206,10 @@ def choose_in_stream(
     cells: Cells,
     open_cells: Bool[Array, " N"],
     position: Int32[Array, " N"],
-    turn: Int32[Array, " T"],
+    number: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for `total` tokens; `turn` is the number of each token, from 1.
+    """Choose slots in a stream for `total` tokens; `number` is the number of each token, from 1.
 
     A token that gets no cell has a slot past the last cell. With contiguous placement, the returned
     flag tells whether `total` cells are open, in runs of any length; other placements return False.
@@ -218,14 +218,14 @@ def choose_in_stream(
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # inclusive
     if cells.placement == "contiguous":
-        return _find_first_run(count, total) + turn - 1, total <= count[-1]
+        return _find_first_run(count, total) + number - 1, total <= count[-1]
     if cells.window is None:
-        rank = jnp.searchsorted(count, turn).astype(jnp.int32)
+        rank = jnp.searchsorted(count, number).astype(jnp.int32)
         return cells_at_ranks(rank, size, shards), jnp.array(False)
     # An empty cell has the lowest position, -1.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
     order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)
-    return order[jnp.where(turn <= count[-1], turn - 1, size)], jnp.array(False)
+    return order[jnp.where(number <= count[-1], number - 1, size)], jnp.array(False)
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
