@@ -79,15 +79,17 @@ def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admissio
     # With a window all sequences fit, since each ubatch evicts cells when it is placed. With
     # contiguous placement, `fits` ignores fragmentation, and `together` uses the longest run.
     open_cells = usable_cells(cells)
-    room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
+    num_usable = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
         all_fit = demand >= 0
-        room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sequences_per_stream))
-        return Admission(all_fit, all_fit, room.reshape(-1))
-    fits = _fit_smallest_first(demand, room)
+        num_usable = jnp.broadcast_to(
+            num_usable[:, None], (cells.streams, cells.sequences_per_stream)
+        )
+        return Admission(all_fit, all_fit, num_usable.reshape(-1))
+    fits = _fit_smallest_first(demand, num_usable)
     num_taken = jnp.where(fits, demand, 0).reshape(cells.streams, -1)
     remaining = jnp.repeat(
-        room - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
+        num_usable - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
     )
     if cells.placement == "contiguous":
         return Admission(fits, _fit_smallest_first(demand, longest_run(open_cells)), remaining)
@@ -102,15 +104,15 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
     return jnp.max(here - closed, axis=1)
 
 
-def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
-    """Return which sequences fit into `room[s]` cells of stream s, smallest demand first."""
+def _fit_smallest_first(demand: jax.Array, num_usable: jax.Array) -> jax.Array:
+    """Return which sequences fit into `num_usable[s]` cells of stream s, smallest demand first."""
 
-    def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
+    def of_stream(demand: jax.Array, num_usable: jax.Array) -> jax.Array:
         order = jnp.argsort(demand, stable=True)
-        fits = jnp.cumsum(demand[order]) <= room
+        fits = jnp.cumsum(demand[order]) <= num_usable
         return jnp.zeros_like(fits).at[order].set(fits) | (demand == 0)
 
-    return jax.vmap(of_stream)(demand.reshape(room.size, -1), room).reshape(-1)
+    return jax.vmap(of_stream)(demand.reshape(num_usable.size, -1), num_usable).reshape(-1)
 
 
 def can_allocate(
