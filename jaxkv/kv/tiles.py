@@ -89,13 +89,13 @@ class StreamCells(NamedTuple):
 
     owners: Owners of each cell.
     free: Whether each cell is empty.
-    hidden: Whether each cell is evictable; None without a window.
+    evictable: Whether each cell is evictable; None without a window.
     position: Position of each cell.
     """
 
     owners: UInt32[Array, "W N"]
     free: Bool[Array, " N"]
-    hidden: Bool[Array, " N"] | None
+    evictable: Bool[Array, " N"] | None
     position: Int32[Array, " N"]
 
 
@@ -140,10 +140,10 @@ def choose_for_list(
 
     before = jnp.cumsum(flags.at[tile].get(mode="fill", fill_value=False), axis=1)
     cell = tile * size + jnp.argmax(before > number[:, None], axis=1).astype(jnp.int32)
-    if pool.hidden is not None:
-        by_position = jnp.argsort(jnp.where(pool.hidden, pool.position, END), stable=True)
+    if pool.evictable is not None:
+        by_position = jnp.argsort(jnp.where(pool.evictable, pool.position, END), stable=True)
         nth = further - jnp.sum(num_empty, dtype=jnp.int32)
-        hidden_one = jnp.where(nth < jnp.sum(pool.hidden), _get_or_zero(by_position, nth), cells)
+        hidden_one = jnp.where(nth < jnp.sum(pool.evictable), _get_or_zero(by_position, nth), cells)
         cell = jnp.where(tile == num_empty.size, hidden_one.astype(jnp.int32), cell)
     cell = jnp.where(is_valid, cell, cells)
     return jnp.zeros_like(cell).at[in_turn].set(cell, unique_indices=True)
