@@ -96,13 +96,17 @@ def attend(
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     arrays = new, q, options, added, visible_until
-    mark = table.written[:, layer]
-    mark, layer_kv, out = _attend_layer(
-        table, ubatch, layer_kv, mark, *arrays, causal, implementation, sizes
+    layer_written = table.written[:, layer]
+    layer_written, layer_kv, out = _attend_layer(
+        table, ubatch, layer_kv, layer_written, *arrays, causal, implementation, sizes
     )
     if not new:
         return table, buffers, out
-    return _with_layer_history(table, layer, mark), buffers.with_layer(layer, *layer_kv), out
+    return (
+        _with_layer_history(table, layer, layer_written),
+        buffers.with_layer(layer, *layer_kv),
+        out,
+    )
 
 
 def write_kv(
@@ -116,8 +120,8 @@ def write_kv(
     """Implement `jaxkv.write_kv` for attention layers."""
     layer_kv, sizes = _get_layer_kv(buffers, layer)
     new = _check_kv(ubatch, sizes, k, v)
-    mark, layer_kv = _write_layer(table, ubatch, layer_kv, table.written[:, layer], new)
-    return _with_layer_history(table, layer, mark), buffers.with_layer(layer, *layer_kv)
+    layer_written, layer_kv = _write_layer(table, ubatch, layer_kv, table.written[:, layer], new)
+    return _with_layer_history(table, layer, layer_written), buffers.with_layer(layer, *layer_kv)
 
 
 def read_kv(
@@ -132,19 +136,19 @@ def read_kv(
     """Implement `jaxkv.read_kv` for attention layers."""
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     layer_kv, sizes = _get_layer_kv(buffers, layer)
-    mark = table.written[:, layer]
-    return _visible_kv(table, ubatch, layer_kv, mark, visible_until, causal, sizes)
+    layer_written = table.written[:, layer]
+    return _visible_kv(table, ubatch, layer_kv, layer_written, visible_until, causal, sizes)
 
 
-def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
+def _with_layer_history(table: C, layer: int | jax.Array, layer_written: jax.Array) -> C:
     """Set `table.written[:, layer]`; do nothing if a traced layer number is out of range."""
     written = table.written
     if is_traced(layer):
         here = jnp.arange(written.shape[1]) == layer  # all False for a layer out of range
-        written = jnp.where(here, mark[:, None], written)
+        written = jnp.where(here, layer_written[:, None], written)
     else:
         # From a concatenation, XLA can read the hashes of one layer without those of other layers.
-        parts = written[:, :layer], mark[:, None], written[:, layer + 1 :]
+        parts = written[:, :layer], layer_written[:, None], written[:, layer + 1 :]
         written = jnp.concatenate(parts, axis=1)
     return replace(table, written=written)
 
@@ -275,7 +279,7 @@ def _write_layer(
     table: Cells,
     ubatch: Ubatch,
     layer_kv: LayerKV,
-    mark: jax.Array,
+    layer_written: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, LayerKV]:
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
@@ -284,20 +288,20 @@ def _write_layer(
         table: Cells,
         ubatch: Ubatch,
         layer_kv: LayerKV,
-        mark: jax.Array,
+        layer_written: jax.Array,
         new: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, LayerKV]:
         ubatch = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
         where, _ = slots.committed_slots(table, ubatch)
-        mark = slots.layer_history_after(table, ubatch, where, mark)
-        return mark, _write_local_kv(split, layer_kv, ubatch, where, new)
+        layer_written = slots.layer_history_after(table, ubatch, where, layer_written)
+        return layer_written, _write_local_kv(split, layer_kv, ubatch, where, new)
 
     of_new = P(row_mesh_axes(ubatch, split.streams), None, split.kv_heads)
     of_held = layer_partition_specs(split, layer_kv)
     streams = P(split.streams)
     in_specs = (streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, of_new)
     run = map_shards(table.sharding_rules, write_on_shard, in_specs, (streams, of_held))
-    return run(table, ubatch, layer_kv, mark, new)
+    return run(table, ubatch, layer_kv, layer_written, new)
 
 
 @partial(jax.jit, static_argnames=("causal", "sizes"))
@@ -305,7 +309,7 @@ def _visible_kv(
     table: Cells,
     ubatch: Ubatch,
     layer_kv: LayerKV,
-    mark: jax.Array,
+    layer_written: jax.Array,
     visible_until: jax.Array | None,
     causal: bool,
     sizes: HeadSizes,
@@ -320,13 +324,13 @@ def _visible_kv(
         table: Cells,
         ubatch: Ubatch,
         layer_kv: LayerKV,
-        mark: jax.Array,
+        layer_written: jax.Array,
         visible_until: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
         share = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
         visibility = _local_visibility(split, table, share, layer_kv, causal, visible_until)
         _, current = _slots_to_write(table, share, layer_kv)
-        whole = current & slots.can_read_layer(table, share, mark)
+        whole = current & slots.can_read_layer(table, share, layer_written)
         if (
             ahead := needs_unwritten_tokens(
                 table, share, causal=causal, visible_until=visible_until
@@ -361,7 +365,7 @@ def _visible_kv(
     streams = P(split.streams)
     in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
     run = map_shards(table.sharding_rules, read_on_shard, in_specs, out_specs)
-    return KVView(*run(table, ubatch, layer_kv, mark, visible_until))
+    return KVView(*run(table, ubatch, layer_kv, layer_written, visible_until))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation", "sizes"))
@@ -369,7 +373,7 @@ def _attend_layer(
     table: Cells,
     ubatch: Ubatch,
     layer_kv: LayerKV,
-    mark: jax.Array,
+    layer_written: jax.Array,
     new: tuple[jax.Array, ...],
     q: jax.Array,
     options: AttentionOptions,
@@ -399,7 +403,7 @@ def _attend_layer(
         table: Cells,
         ubatch: Ubatch,
         layer_kv: LayerKV,
-        mark: jax.Array,
+        layer_written: jax.Array,
         new: tuple[jax.Array, ...],
         q: jax.Array,
         options: AttentionOptions,
@@ -409,8 +413,8 @@ def _attend_layer(
         ubatch = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
         where, current = _slots_to_write(table, ubatch, layer_kv)
         if new:
-            mark = slots.layer_history_after(table, ubatch, where, mark)
-        current = (current & slots.can_read_layer(table, ubatch, mark))[:, None]
+            layer_written = slots.layer_history_after(table, ubatch, where, layer_written)
+        current = (current & slots.can_read_layer(table, ubatch, layer_written))[:, None]
         if (
             ahead := needs_unwritten_tokens(
                 table, ubatch, causal=causal, visible_until=visible_until
@@ -432,7 +436,7 @@ def _attend_layer(
         out = out.reshape(*q.shape[:3], -1)
         current = _all_over_axes(current, shared_axes)
         out = jnp.where(current[..., None, None], out, jnp.nan)
-        return mark, (layer_kv if new else ()), out
+        return layer_written, (layer_kv if new else ()), out
 
     of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
     of_held = layer_partition_specs(split, layer_kv)
@@ -449,7 +453,7 @@ def _attend_layer(
     )
     out_specs = P(split.streams), (of_held if new else ()), of_queries
     run = map_shards(table.sharding_rules, attend_on_shard, in_specs, out_specs)
-    return run(table, ubatch, layer_kv, mark, new, q, options, bias, visible_until)
+    return run(table, ubatch, layer_kv, layer_written, new, q, options, bias, visible_until)
 
 
 def _specs_of_bias(
