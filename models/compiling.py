@@ -23,7 +23,7 @@ def lower_steps(
     step, jobs, blanks = compiled_step(model.forward), [], {}
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
         if _shape(ubatch) not in blanks:
-            # `jit` caches lowered programs by arguments, so later calls find the compiled ones.
+            # `jit` caches lowered programs by arguments, so later calls use the compiled programs.
             lowered = step.lower(model.params, cache.table, cache.buffers, ubatch)
             jobs.append(lowered.compile)
             out = lowered.out_info[2]
@@ -43,15 +43,15 @@ def compile_all(
 ) -> list[Any]:
     """Run compilation jobs in threads, and return their results in the order of the jobs.
 
-    Threads use several cores, because XLA mostly uses one core for a program. The function `tell`
-    is called with the number of finished jobs and the number of all jobs.
+    Threads use several cores, since XLA compiles a program mostly on one core. `tell` is called
+    with the number of finished jobs and the number of all jobs.
     """
     tell = tell or (lambda done, total: None)
     tell(0, len(jobs))
-    mesh = jax.sharding.get_mesh()  # each thread has a separate mesh, initially none
+    mesh = jax.sharding.get_mesh()  # new threads have no mesh
 
     def run(job: Callable[[], Any]) -> Any:
-        # For traced programs an empty mesh differs from none.
+        # JAX does not reuse a trace under an empty mesh where no mesh is set.
         with nullcontext() if mesh.empty else jax.set_mesh(mesh):
             return job()
 
@@ -69,7 +69,7 @@ def counting(*, traces: bool = False) -> Iterator[Callable[[], int]]:
 
     Yields a function that returns the count. If `traces` is True, traced functions are counted too.
     """
-    # JAX also sends the first event for programs from the cache on disk.
+    # JAX sends `backend_compile_duration` also for programs from the cache on disk.
     counted = ("backend_compile_duration", "jaxpr_trace_duration")[: 1 + traces]
     events: list[str] = []
 

@@ -18,9 +18,9 @@ class Split:
     """How a mesh may split a parameter along one dimension.
 
     axis: dimension that may be split.
-    parts: number of indivisible parts; the parameter is replicated if devices do not divide the
-      parts.
-    of: name of the parts, in the plural; the noun is the first word that ends in s.
+    parts: number of indivisible parts; the parameter is replicated if the number of devices does
+      not divide it.
+    of: name of the parts, in the plural; the singular is without the first s that ends a word.
     with_cells: whether devices that split cells also split the parts. False for parts of heads,
       since all devices with cells of a head need the whole head.
     """
@@ -33,8 +33,8 @@ class Split:
     def over(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> NamedSharding:
         """Return the sharding of the parameter on a mesh.
 
-        The parts are split by all axes that may split them, or else by the axes of heads. The
-        parameter is replicated if the devices of these axes do not divide the parts.
+        The first tuple of `_ways` whose number of devices divides `parts` splits the parameter. If
+        there is no such tuple, or only one part, the parameter is replicated.
         """
         for axes in self._ways(mesh, rules):
             if axes and self.parts > 1 and self.parts % _devices(mesh, axes) == 0:
@@ -56,7 +56,7 @@ class Split:
         return f"{self.parts} {of}, which {devices} devices do not divide"
 
     def _ways(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> list[tuple[str, ...]]:
-        """Return the axes that may split the parts, in order of preference."""
+        """Return tuples of axes that may split the parts, the preferred tuple first."""
         heads = rules.present(mesh, "kv_heads")
         both = tuple(dict.fromkeys((*heads, *rules.present(mesh, "cells"))))
         return [both, heads] if self.with_cells else [heads]
@@ -67,7 +67,7 @@ def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
-"""`Split` of a param that each device has as a whole."""
+"""`Split` of a parameter that every mesh replicates."""
 
 RULES = ShardingRules(cells="cells")
 """Rules of the command line: axis `data` splits streams, `tensor` heads and `cells` cells."""

@@ -17,7 +17,7 @@ from models.room import Streams
 from models.texts import Writer, finish_of
 
 RECENT = 1024
-"""Number of the last tokens of a text in which prompt lookup finds drafts."""
+"""Number of last tokens of a text that prompt lookup searches for drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,11 @@ class Options:
     sampler: sampler of tokens; the default selects the most likely token.
     seed: seed of the first sample of each prompt; further samples have the next seeds.
     samples: number of texts for each prompt; the prompt is computed once.
-    tries: largest number of draft tokens at a time, found by prompt lookup; 0 for no drafts.
-    max_tokens: largest number of tokens of each text.
+    tries: largest number of draft tokens in a step, from prompt lookup; 0 for no drafts.
+    max_tokens: largest number of generated tokens of each text.
     cells: number of cells of each stream; by default from `models.room.cells_for`.
     ubatch_size: largest number of prompt tokens computed at once.
-    streams: "unified" for one stream of all texts, or "split" for a stream for each text.
+    streams: "unified" for one stream with all texts, "split" for one stream for each text.
     steps_per_dispatch: number of tokens of each text in each dispatch to the device.
 
     Raises:
@@ -61,7 +61,7 @@ class Options:
 class Run:
     """Continuation of prompts as T texts.
 
-    The texts of prompt p are neighbouring sequences; the first of these is `p * samples`.
+    Text t is in sequence t. The first text of prompt p is text `p * samples`.
     """
 
     model: Model
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def batch(self) -> jaxkv.Batch:
-        """The prompts as a batch, in the sequences of their first samples."""
+        """Batch of prompts; each prompt is in the sequence of its first text."""
         first = np.arange(len(self.prompts)) * self.options.samples
         prompts = [np.asarray(prompt, np.int32) for prompt in self.prompts]
         return jaxkv.make_batch(prompts, sequences=first)
@@ -89,17 +89,17 @@ class Run:
     def steps(self) -> int:
         """Number of tokens of each dispatch; 0 if no dispatch is necessary.
 
-        Prefill gives the first token. All dispatches have the same number of tokens, since a
-        shorter last dispatch would be another program. The last dispatch may exceed `max_tokens`.
+        The first token is sampled after prefill. All dispatches have the same number of tokens,
+        since a shorter last dispatch would need another program.
         """
         rest = self.options.max_tokens - 1
         dispatches = -(-rest // self.options.steps_per_dispatch)
         return -(-rest // dispatches) if dispatches else 0
 
     def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
-        """Compile the programs of the run; return the cache, since its buffers are donated.
+        """Compile the programs of the run; return the cache, since programs donate its buffers.
 
-        The function `tell` is called with two numbers: compiled programs, and all programs.
+        `tell` is called with the number of compiled programs and the number of all programs.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
@@ -107,7 +107,7 @@ class Run:
         cache, *_ = idle = self.begin(cache, blank, limit=0)
         if self.steps:
             # Without active texts the loop ends before its first step. The state is the output of
-            # a program, as in `feed`, since on a mesh other states have other shardings.
+            # a program, as in `feed`, so that its sharding on a mesh is the same.
             jobs.append(lambda: self.generate(cache, idle.state, self.draft()))
         done = compile_all(jobs, tell)
         if self.steps:
@@ -188,7 +188,7 @@ class Run:
 
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
-    """Append tokens `[T, n]` to texts and end inactive texts; return the number of used tokens."""
+    """Append tokens `[T, n]` to texts, end inactive texts, and return the number of new tokens."""
     num_taken = 0
     for writer, row, goes_on, reason in zip(
         writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True

@@ -36,8 +36,8 @@ class DefragPlan(MaintenancePlan):
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
     count: Number of runs of each stream.
-    free: Whether each cell was empty when the plan was made. If other cells are
-      empty when the plan is applied, the plan has no effect.
+    free: Whether each cell was empty when the plan was made. If other cells are empty when the
+      plan is applied, the plan has no effect.
     spec: Spec of the table when the plan was made, static.
     """
 

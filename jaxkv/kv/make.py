@@ -110,7 +110,7 @@ def choose_heads_per_row(
     """Return how many heads share a row of `lanes` numbers: a divisor of each layer's heads.
 
     The result is 1 for dtypes of 8 bits and for values that are slices of keys. If `devices`
-    can split the heads of a layer, they can also split its rows.
+    can split the heads of a layer, they can also split the rows of that layer.
 
     >>> sizes = [HeadSizes(kv_heads=8, head_dim=64, values=64)]
     >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]

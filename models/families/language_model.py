@@ -4,7 +4,7 @@ Each family has a hashable `Config`. Several families have these fields:
 
 - `layers`: number of layers, L.
 - `width`: size of a token's vector between layers.
-- `hidden`: inner size of the feed-forward part.
+- `hidden`: inner size of the feed-forward modules.
 - `heads`: number of query heads, H.
 - `kv_heads`: number of key/value heads, K.
 - `head_dim`: size of a head, D.
@@ -13,7 +13,7 @@ Each family has a hashable `Config`. Several families have these fields:
 - `rope`: rotary embedding of queries and keys; None for no rotation.
 - `windows`: window of each layer; None for full attention.
 - `scale`: factor of query-key products.
-- `tied`: whether the embedding matrix is also used as the head.
+- `tied`: whether the embedding matrix is also the output matrix.
 - `bias`: whether query, key and value projections have biases.
 - `implementation`: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
 """
@@ -28,11 +28,10 @@ from models.families.layers import RMSNorm, Vocabulary
 
 
 class LanguageModel(nnx.Module):
-    """A model from tokens to logits: embedding, layers, norm and head.
+    """Model that maps tokens to logits: an embedding, layers, a norm and an output matrix.
 
     vocabulary: module with the embedding and the head.
-    blocks: layers; each layer maps the cache, the ubatch and `x`, `[R, T, width]`, to the cache and
-      `x`.
+    blocks: layers, functions from `(cache, ubatch, x)` to `(cache, x)`; `x` is `[R, T, width]`.
     norm: normalisation of the last layer's output.
     """
 
