@@ -235,8 +235,8 @@ def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
     cells = counts.shape[0]
     start = jnp.arange(cells)
     before = jnp.where(start > 0, counts[start - 1], 0)
-    visible_until = counts[jnp.minimum(start + length - 1, cells - 1)]
-    whole = (visible_until - before == length) & (start + length <= cells)
+    after = counts[jnp.minimum(start + length - 1, cells - 1)]
+    whole = (after - before == length) & (start + length <= cells)
     return jnp.where(jnp.any(whole), jnp.argmax(whole), cells).astype(jnp.int32)
 
 
