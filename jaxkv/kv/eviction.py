@@ -156,10 +156,15 @@ def can_resume_after_copy(
     return ok, jnp.maximum(end, below - 1)
 
 
-def _can_continue(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return which sequences can continue (see `accept_edit`), given `evicted_below` as `mark`."""
-    complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
-    return (mark == 0) | (complete & ((end >= mark - 1) | certain))
+def _can_continue(
+    cells: Cells, evicted_below: jax.Array, end: jax.Array, certain: jax.Array
+) -> jax.Array:
+    """Return which sequences can continue, see `accept_edit`; `end` is the last present position.
+
+    `certain` is True if the highest evicted position is the position of a token.
+    """
+    complete = evicted_below <= first_seen(cells.window, jnp.maximum(end, evicted_below - 1) + 1)
+    return (evicted_below == 0) | (complete & ((end >= evicted_below - 1) | certain))
 
 
 def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
