@@ -161,7 +161,7 @@ def _can_continue(
 ) -> jax.Array:
     """Return which sequences can continue, see `accept_edit`; `end` is the last present position.
 
-    `certain` is True if the highest evicted position is the position of a token.
+    `certain` is True if the last token is evicted, and its position is `evicted_below - 1`.
     """
     complete = evicted_below <= first_seen(cells.window, jnp.maximum(end, evicted_below - 1) + 1)
     return (evicted_below == 0) | (complete & ((end >= evicted_below - 1) | certain))
