@@ -124,7 +124,7 @@ class Buffers:
         return replace(self, k=put(self.k, k), v=put(self.v, v))
 
 
-Halves = tuple[tuple[object, ...], tuple[object, ...]]
+KVPartitions = tuple[tuple[object, ...], tuple[object, ...]]
 """Two tuples, for keys and for values, with an `AxisPartition` for each array."""
 
 
@@ -165,7 +165,7 @@ def axes_of_queries(
     return () if {*axes} & {*split["streams"], *split["cells"]} else axes
 
 
-def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Halves:
+def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> KVPartitions:
     """Return how the current mesh splits each array of keys and values."""
     halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
     return jax.tree.map(
@@ -173,7 +173,7 @@ def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Hal
     )
 
 
-def stream_cell_axes(split: Halves) -> AxisPartition:
+def stream_cell_axes(split: KVPartitions) -> AxisPartition:
     """Return the mesh axes that split streams and cells; all arrays have the same axes."""
     return replace(jax.tree.leaves(split)[0], kv_heads=())
 

@@ -25,7 +25,7 @@ from jaxkv.core.partitioning import (
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
-    Halves,
+    KVPartitions,
     copy_cell_run,
     gather_from_any_device,
     map_kv,
@@ -129,7 +129,7 @@ def _replace_range(
 
 
 def _copy_runs(
-    split: Halves, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
+    split: KVPartitions, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Copy the first `counts[i]` cells of stream `src` to stream `targets[i]`, for each i."""
     share, size, _ = _local_chunk_sizes(split, arrays, counts)
@@ -202,7 +202,7 @@ def _replace_streams(
 
 
 def _select_cells(
-    split: Halves,
+    split: KVPartitions,
     source: jax.Array,
     targets: jax.Array,
     does: jax.Array,
@@ -245,7 +245,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 
 
 def _local_chunk_sizes(
-    split: Halves, arrays: PyTree, count: jax.Array
+    split: KVPartitions, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
     """Return three numbers of cells: in a shard, in a chunk, and to copy in this shard."""
     share = arrays[0][0].shape[2]

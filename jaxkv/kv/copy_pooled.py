@@ -23,7 +23,7 @@ from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
-    Halves,
+    KVPartitions,
     gather_from_any_device,
     map_kv,
     scatter_local,
@@ -120,7 +120,7 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
 
 
 def _copy_planned_cells(
-    split: Halves, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
+    split: KVPartitions, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Copy keys and values to the cells `slots[s, :num_copied[s]]` of each stream s."""
     ends = jnp.cumsum(num_copied)

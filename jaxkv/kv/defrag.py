@@ -14,7 +14,14 @@ from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import AxisPartition
-from jaxkv.kv.buffers import Buffers, Cached, Halves, gather_from_any_device, map_kv, scatter_local
+from jaxkv.kv.buffers import (
+    Buffers,
+    Cached,
+    KVPartitions,
+    gather_from_any_device,
+    map_kv,
+    scatter_local,
+)
 from jaxkv.kv.cells import C, Cells, is_cell_empty
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.shift import CHUNK
@@ -180,7 +187,7 @@ def move_cells(
 
 
 def _move_keys_and_values(
-    size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
+    size: int, split: KVPartitions, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Move keys and values in chunks; read each chunk completely before writing it."""
 

@@ -14,7 +14,15 @@ from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import first_local_index
-from jaxkv.kv.buffers import Buffers, Cached, Halves, gather, map_kv, scatter, stream_cell_axes
+from jaxkv.kv.buffers import (
+    Buffers,
+    Cached,
+    KVPartitions,
+    gather,
+    map_kv,
+    scatter,
+    stream_cell_axes,
+)
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -236,7 +244,7 @@ def _rotate_keys(
     ropes: tuple[Rope | NotGiven | None, ...],
     heads_per_row: int,
     head_dims: list[int],
-    split: Halves,
+    split: KVPartitions,
     start: jax.Array,
     by: jax.Array,
     arrays: PyTree,
