@@ -288,11 +288,11 @@ def clear(cells: C) -> C:
     )
 
 
-def fold_over_true(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
-    """Fold `look(index, carry)` over the indices of True elements, in increasing order."""
+def fold_over_true(asked: Bool[Array, " n"], function: Callable[[jax.Array, T], T], start: T) -> T:
+    """Fold `function(index, carry)` over the indices of True elements, in increasing order."""
     # In a large table, a reduction of all pairs of sequences and cells takes 100 times longer.
     ids = indices_of_true(asked, asked.size)
-    return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
+    return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: function(ids[i], carry), start)
 
 
 def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
