@@ -28,7 +28,7 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Choose a slot for each of `demand[s]` tokens of each stream s; later entries are invalid."""
+    """Choose `demand[s]` slots in each stream s; later entries of row s are invalid."""
     number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
@@ -46,9 +46,9 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Store the tokens of the table `new_cells` in slots; skip slots past the last cell.
+    """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell.
 
-    The array `is_incomplete` is True for layers that lack keys and values of these tokens.
+    `is_incomplete` is True for layers without keys and values of the new cells.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))

@@ -69,7 +69,7 @@ class Buffers:
       position p - d. If a row has n heads, K becomes K / n, and D becomes n * D plus padding.
     v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. Rows have n
       heads and padding as in `k`.
-    ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
+    ropes: Rotary embedding of each layer's keys, static; None for keys without rotation, `NotGiven`
       if the cache was made without `rope=`.
     stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
     head_sizes: Sizes of the heads of each layer, static.
@@ -268,7 +268,7 @@ def scatter_local(
 def _to_local_slots(
     split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Convert global streams and slots to indices in a shard, out of range for other devices."""
+    """Convert global streams and slots to local ones, out of range for other devices."""
     if split.streams:
         streams, is_own = to_local_index(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, out_of_range_slots(slots))
@@ -387,7 +387,7 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
         )
     if new.size == new.shape[-1]:
         # The compiler turns a write of one head of one cell into a slice update, and then copies
-        # the array for attention to read. With a second, skipped write, a scatter is used.
+        # the array for attention to read. A second write, which is skipped, prevents this.
         slots = jnp.stack([slots, jnp.full_like(slots, END)])
         streams, new = (jnp.stack([x, x]) for x in (streams, new))
     # Heads are a batch dimension, so that each device of a mesh writes its own heads. A slice over

@@ -379,7 +379,7 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
-    """Return the fields `history` and `written` after a copy, given which layers lack tokens."""
+    """Return `history` and `written` after a copy, by name; `is_incomplete` layers lack tokens."""
     # Without the 1, the hash of two zeros would be 0.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
@@ -412,7 +412,7 @@ def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
 
 
 def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
-    """Return owner words of all streams, in which only the bit of one sequence is set."""
+    """Return owner words with only the bit of `seq` set; 0 for a `seq` outside `[0, Q)`."""
     stream, word, bit = locate_owner_bit(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)

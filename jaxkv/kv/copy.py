@@ -56,7 +56,7 @@ def copy_between_streams(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[C, Buffers]:
-    """Replace each sequence in `dst`, except `src`, by a copy of the tokens of `src` in a range."""
+    """Replace sequences `dst` (except `src`) by copies of the tokens of `src` in a range."""
     # Copied tokens keep their cell indices, so contiguous cells are copied as slices.
     targets = jnp.atleast_1d(dst)
 

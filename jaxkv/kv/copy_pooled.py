@@ -71,10 +71,10 @@ class CopyPlan(NamedTuple, Generic[C]):
 
     base: Table with the new owners of shared cells, but without the tokens to copy.
     new_cells: Table of the tokens to copy, with their new owners.
-    origin: Index of each cell to copy, stream * N + cell. Only the first `need.demand[s]` entries
-      of each stream s are valid; this is also true of `slots` and `new_cells`.
+    origin: Index of each cell to copy, stream * N + cell. In `origin`, `slots` and `new_cells`,
+      only the first `need.demand[s]` entries of stream s are valid.
     slots: Slot of each copied cell.
-    need: Numbers of cells that the copy needs, and of cells that it can use.
+    need: Numbers of cells that the copy needs and can use.
     """
 
     base: C

@@ -72,7 +72,7 @@ class DefragPlan(MaintenancePlan):
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
     """Plan all moves that close gaps, or the first `max_moves` moves in each stream.
 
-    The rank of a cell is its place in `fill_order`. If a stream has U used cells, used cells with a
+    The rank of a cell is its index in fill order. If a stream has U used cells, used cells with a
     rank of U or more move to empty cells with a rank below U. In tiled placement, whole tiles move,
     even if this exceeds `max_moves`.
     """
@@ -136,7 +136,7 @@ def _plan_stream_moves(
 
 
 def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return which cells are sources and destinations if whole tiles move; two `[N]` bool."""
+    """Return masks of source and of destination cells for moves of whole tiles, `[N]` bool."""
     cells = is_used.reshape(-1, tile)
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)

@@ -68,7 +68,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
         marks = cells.evicted_below.reshape(cells.streams, -1)
         lost = jnp.max(jnp.where(evicted, positions, EMPTY), axis=1)
         end = jnp.maximum(marks[:, local], lost + 1)
-        # The sequence with the same index in another stream may own no evicted cell.
+        # Sequence `local` of another stream may own no evicted cell.
         gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
         owners = cells.owners & ~(words[None, :, None] & to_word_mask(gone))
         marks = marks.at[:, local].set(end).reshape(-1)
@@ -79,12 +79,12 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return for each index in a stream whether a sequence with this index owns a given cell."""
+    """Return for each i whether sequence i of any stream owns a cell in `where`."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return positions `[S, N]` and owner words `[W]` of the sequences with index `local`."""
+    """Return positions `[S, N]` and owner words `[W]` of sequence `local` of each stream."""
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
@@ -109,9 +109,9 @@ def accept_edit(
 ) -> tuple[C, Bool[Array, ""]]:
     """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
 
-    A sequence can continue if its next token attends to no evicted position. The position of its
-    last token must be known: this token is present, or it is the highest evicted token.
-    `highest_evicted` is the edited position of the token at `evicted_below - 1` of each sequence.
+    A sequence can continue if its next token attends to no evicted position. The last token of the
+    sequence must be present, or be the highest evicted token. `highest_evicted` is the new position
+    of the token that was at `evicted_below - 1`.
     """
     if cells.window is None:
         return edited, jnp.array(True)

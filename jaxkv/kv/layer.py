@@ -459,7 +459,7 @@ def _attend_layer(
 def _specs_of_bias(
     bias: BiasOfLists | None, rows: tuple[str, ...], heads: tuple[str, ...], cells: tuple[str, ...]
 ) -> PositionBias | P | None:
-    """Return the `PartitionSpec` of a bias, which is split like rows, query heads and cells."""
+    """Return the `PartitionSpec` of a bias, split by rows, query heads and cells."""
     if isinstance(bias, PositionBias):
         return replace(bias, function=P(), heads=P(heads))
     if bias is None:

@@ -59,7 +59,7 @@ def make_attention_cache(
         unit = TILE if kind == "tiled" else shards
         window_cells = -(-window_cells // unit) * unit
         if cells is None or check_count(cells, "cells") > window_cells:
-            cells, window_ubatch_size = window_cells, ubatch_size  # no sequence needs more
+            cells, window_ubatch_size = window_cells, ubatch_size  # more cells would stay empty
     if cells is None:
         read = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
         raise ValueError(f"expected a number of cells for {read}, got None; pass cells=")
@@ -107,7 +107,7 @@ def default_lanes(devices: int | None = None, platform: str | None = None) -> in
 def choose_heads_per_row(
     lanes: int, heads: Sequence[HeadSizes], dtype: jnp.dtype, devices: int
 ) -> int:
-    """Return how many heads share a row of `lanes` numbers: a divisor of each layer's heads.
+    """Return how many heads share a row of `lanes` numbers; this number divides all `kv_heads`.
 
     The result is 1 for dtypes of 8 bits and for values that are slices of keys. If `devices`
     can split the heads of a layer, they can also split the rows of that layer.

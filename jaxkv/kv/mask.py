@@ -1,4 +1,4 @@
-"""Attention mask of a ubatch: a token attends to cells of its sequence, up to its position."""
+"""Attention mask of a ubatch: a token attends to its sequence, up to its own position."""
 
 from __future__ import annotations
 

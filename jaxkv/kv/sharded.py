@@ -1,4 +1,4 @@
-"""Maps over streams and rows of a table, in which each device processes its own streams."""
+"""Maps over streams and rows of a table; each device processes its own streams."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def map_rows(
 ) -> W:
     """Call `work(cells, ubatch, rows, shared_axes)` with the streams and rows of each device.
 
-    `rows` has the mesh axes that split rows. If no axis splits rows, each device gets all rows, but
-    rows of other devices' streams are padding, and `shared_axes` has the axes that split streams.
-    Otherwise `shared_axes` is empty.
+    `rows` has the mesh axes that split rows. If no axis splits rows, each device gets all rows;
+    rows of other devices' streams are padding. In this case `shared_axes` has the axes that split
+    streams; otherwise `shared_axes` is empty.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

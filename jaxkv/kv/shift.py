@@ -1,4 +1,4 @@
-"""Edits of positions, which update the array `shift`, and the later rotation of keys by `shift`."""
+"""Edits of positions, and the later rotation of keys whose positions changed."""
 
 from __future__ import annotations
 

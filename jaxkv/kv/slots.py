@@ -75,7 +75,7 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
-    """Return which sequences fit if usable cells are assigned in order of increasing demand."""
+    """Return which sequences fit; sequences with a smaller demand get usable cells first."""
     # With a window all sequences fit, since each ubatch evicts cells when it is placed. With
     # contiguous placement, `fits` ignores fragmentation, and `together` uses the longest run.
     open_cells = usable_cells(cells)
@@ -97,7 +97,7 @@ def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admissio
 
 
 def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return the number of cells of the longest contiguous run of True in each stream."""
+    """Return the length of the longest run of True in each stream."""
     here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
     here = jnp.broadcast_to(here, open_cells.shape)
     closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # 1 + last closed index
@@ -121,9 +121,9 @@ def can_allocate(
     at_once: int,
     num_shared_cells: Int[np.ndarray, " S"],
 ) -> Bool[np.ndarray, " S"]:
-    """Return which streams have enough cells for sequences of `lengths`, computed on the CPU."""
-    # With a window, a stream needs at most the cells that the next token of each sequence attends
-    # to, plus `at_once` cells.
+    """Return which streams have enough cells for sequences of `lengths`; use only NumPy."""
+    # With a window, a stream needs at most `at_once` cells, in addition to the cells that the next
+    # token of each sequence attends to.
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
     needed = lengths.sum(axis=1) - num_shared_cells
     if cells.window is not None:
@@ -213,8 +213,8 @@ def choose_in_stream(
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
     """Choose slots in a stream for `total` tokens; `number` is the number of each token, from 1.
 
-    A token that gets no cell has a slot past the last cell. With contiguous placement, the returned
-    flag tells whether `total` cells are open, in runs of any length; other placements return False.
+    A token that gets no cell has a slot past the last cell. The returned flag is True if
+    placement is contiguous and at least `total` cells are open, in one or in several runs.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)

@@ -145,7 +145,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells of `src` within its stream; copy them to targets in other streams."""
+        """Share cells of `src` within its stream; copy the cells to targets in other streams."""
         if buffers is None:
             return cells.seq_cp(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:

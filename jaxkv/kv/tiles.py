@@ -1,4 +1,4 @@
-"""Tiles: runs of cells, each reserved for one sequence while other tiles have empty cells.
+"""Tiles: runs of cells; sequences get separate tiles while the stream has empty tiles.
 
 In this module, a stream has M tiles and U sequences. Attention loops read larger tiles, see
 `TILE` in `jaxkv.ops.attention.active_tiles`.
@@ -112,7 +112,7 @@ def choose_for_list(
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
     sequence, is_valid = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
     first = jnp.searchsorted(sequence, sequence).astype(jnp.int32)
-    turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # within its sequence
+    turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # among the tokens of its sequence
     demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, mode="drop")
 
     flags = pool.free.reshape(-1, size)
@@ -124,7 +124,7 @@ def choose_for_list(
     owner = jnp.where(empty, heir, owner)  # U or more if a tile has no owner
     room = jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop")
 
-    # Tiles in the order of their sequences; the empty tiles of a sequence come last.
+    # Tiles in the order of sequences; used tiles of a sequence come before its empty tiles.
     by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
     start = _get_or_zero(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
     is_own = is_valid & (turn < _get_or_zero(room, sequence))
