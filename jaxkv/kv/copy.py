@@ -146,7 +146,7 @@ def _copy_runs(
         j: jax.Array, arrays: PyTree, src: jax.Array, dst: jax.Array, count: jax.Array
     ) -> PyTree:
         first = jnp.minimum(j * size, share - size)  # the last chunk may overlap
-        dst = jnp.where(j * size < count, dst, src)  # a further chunk is copied to itself
+        dst = jnp.where(j * size < count, dst, src)  # chunks past `count` are copied to themselves
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
             return copy_cell_run(how, x, src, dst, first, size, count)

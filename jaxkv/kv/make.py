@@ -59,7 +59,7 @@ def make_attention_cache(
         unit = TILE if kind == "tiled" else shards
         window_cells = -(-window_cells // unit) * unit
         if cells is None or check_count(cells, "cells") > window_cells:
-            cells, window_ubatch_size = window_cells, ubatch_size  # more cells would stay empty
+            cells, window_ubatch_size = window_cells, ubatch_size  # sequences need no more cells
     if cells is None:
         read = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
         raise ValueError(f"expected a number of cells for {read}, got None; pass cells=")
