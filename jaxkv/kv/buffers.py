@@ -367,7 +367,6 @@ def copy_cell_run(
 
 
 def _replace_array(array: A, new: PyTree) -> A:
-    """Return `new`; if `array` is a `LayerView`, return a `LayerView` of `new` instead."""
     if isinstance(array, LayerView):
         return replace(array, all=new)
     return new

@@ -224,7 +224,6 @@ def _queue_copies(
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
-        """Add the cells of parent i to the list of copies into the stream of target i."""
         new_cells, origin, num_copied = queue
         line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]

@@ -154,7 +154,6 @@ def _with_layer_history(table: C, layer: int | jax.Array, layer_written: jax.Arr
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> tuple[LayerKV, HeadSizes]:
-    """Return keys, values and sizes of a layer; raise if a concrete number is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
             f"expected a layer from 0 to {buffers.layers - 1}, got {layer}; make the cache with "
@@ -235,7 +234,6 @@ def _write_local_kv(
     where: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> LayerKV:
-    """Write keys and values into slots of this device's shard, unless `new` is empty."""
     if not new:
         return layer_kv
     if split.cells:
@@ -314,7 +312,6 @@ def _visible_kv(
     causal: bool,
     sizes: HeadSizes,
 ) -> KVView:
-    """Implement `read_kv` for the arrays of one layer."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams

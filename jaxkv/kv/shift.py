@@ -206,7 +206,6 @@ def _move_evicted_below(
 
 
 def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
-    """Set the positions of cells in `moves`, update `shift`, and free cells below position 0."""
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),

@@ -170,7 +170,6 @@ def _search_cells(
 def _choose_in_order(
     cells: Cells, ubatch: Ubatch, all_streams: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose slots if placement is not tiled; for the two results see `_search_cells`."""
     open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
         slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
