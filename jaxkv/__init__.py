@@ -77,3 +77,6 @@ if not TYPE_CHECKING:  # otherwise type checkers accept every name
         if name in ("generation", "serving"):
             return import_module(f"jaxkv.{name}")
         return getattr(import_module("jaxkv.generation"), name)
+
+    def __dir__() -> list[str]:
+        return sorted(__all__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
@@ -46,6 +47,8 @@ def check_token_lists(
 ) -> list[Int32[np.ndarray, " _"]]:
     """Return concrete texts as arrays without padding."""
     tokens = f"the tokens of {name}"
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"expected lists of tokens for {name}, got {type(texts)}; pass [[1, 2]]")
     if is_rows(texts):
         rows = check_int32(np.asarray(texts), tokens)
         lists = [row[row >= 0] for row in rows]

@@ -50,8 +50,8 @@ def test_several_results_have_names():
     assert {name for name, one in said.items() if str(one).startswith("tuple")} == PLAIN_TUPLES
 
 
-def test_public_names_are_few():
-    assert len(PUBLIC) <= 70
+def test_public_names_are_few_and_listed():
+    assert len(PUBLIC) <= 70 and dir(jaxkv) == sorted(jaxkv.__all__)
 
 
 METHODS = {
