@@ -159,8 +159,8 @@ def can_resume_after_copy(
 def _can_continue(
     cells: Cells, evicted_below: jax.Array, end: jax.Array, certain: jax.Array
 ) -> jax.Array:
-    """Return which sequences can continue, see `accept_edit`; the last token present is at `end`."""
-    # `certain`: the last token of the sequence is evicted, from position `evicted_below - 1`.
+    """Return which sequences can continue, see `accept_edit`."""
+    # `end` is the last position in a cell. If `certain`, the last token was at `evicted_below - 1`.
     complete = evicted_below <= first_seen(cells.window, jnp.maximum(end, evicted_below - 1) + 1)
     return (evicted_below == 0) | (complete & ((end >= evicted_below - 1) | certain))
 
