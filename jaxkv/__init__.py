@@ -12,7 +12,8 @@ Letters in array shapes:
   T  tokens of a row                             O  outputs of a ubatch
   Q  sequences                                   V  vocabulary
   W  32-bit words of owner flags                 P  lists of tokens, each in one stream
-  E  earlier recurrent states                    n  any number, d size of an embedding
+  E  earlier recurrent states                    Z  sequences or texts of a call
+                                                 n  any number, d size of an embedding
 """
 
 from importlib import import_module

@@ -298,8 +298,8 @@ class HybridTable(CacheTable):
         return [part for part in self.parts if self._is_planned_part(part)]
 
     def compare_last_tokens(
-        self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
-    ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
+        self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
+    ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
         """Compare last tokens in the first attention part; if there is none, in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)

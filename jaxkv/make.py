@@ -85,8 +85,8 @@ def make_cache(
         traced int32 layer number. Calls with a number out of range write nothing and return NaN.
       lanes: the size of a stored row is a multiple of this number, without effect on the results of
         functions. Small heads share a row, except for dtypes of 8 bits; the rest of a row is zeros.
-        The default is 128 on a TPU, which writes other rows slowly. The default is 1, a row for
-        each head without padding, on other platforms, and for several devices without a `mesh`.
+        With 1, each head has a row without padding. The default is 128 on a TPU, which writes other
+        rows slowly; it is 1 on other platforms, and if there are several devices but no `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes that split the cache; default `sharding.ShardingRules()`.

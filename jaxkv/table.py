@@ -187,8 +187,8 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def compare_last_tokens(
-        self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
-    ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
+        self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
+    ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
         """Return the content of each sequence's last token, and whether it equals `contents`."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:

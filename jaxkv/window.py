@@ -83,7 +83,9 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return how many cells a stream needs for `sharing` sequences of unlimited length.
+    """Return the number of cells of a stream for sequences of unlimited length.
+
+    The argument `sharing` is the number of sequences in the stream.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216

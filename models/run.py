@@ -59,7 +59,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """Continuation of prompts as T texts.
+    """Continuation of prompts as Z texts.
 
     Text t is in sequence t. The first text of prompt p is text `p * samples`.
     """
@@ -188,7 +188,7 @@ class Run:
 
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
-    """Append tokens `[T, n]` to texts, end inactive texts, and return the number of new tokens."""
+    """Append tokens `[Z, n]` to texts, end inactive texts, and return the number of new tokens."""
     num_taken = 0
     for writer, row, goes_on, reason in zip(
         writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True

@@ -67,7 +67,7 @@ for row in plain.tokens:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Noted(Drafter):
-    """A drafter that records how many tokens each step drafted and cached, `[T, n]`."""
+    """A drafter that records how many tokens each step drafted and cached, `[Z, n]`."""
 
     draft: Drafter
     guessed: jax.Array

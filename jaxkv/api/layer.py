@@ -48,7 +48,8 @@ def attend(
       cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
       ubatch: the tokens to compute. Nothing is written for padding or a refused plan.
-      q: queries, already rotated by the rope of the layer.
+      q: queries, already rotated by the rope of the layer. Query head h attends to key/value head
+        h // (H / K).
       k: keys, already rotated by the rope of the layer. If `k` and `v` are None, nothing is
         written, and the tokens attend to the keys that are already in the layer.
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
@@ -96,7 +97,7 @@ def attend(
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
       ValueError: If a ubatch of encoder sources is passed to a self-attention layer.
-      ValueError: If `k`, `v` or `visible_until` is passed for decoder tokens (cross-attention).
+      ValueError: If a cross-attention layer gets `k`, `v` or `visible_until` with decoder tokens.
       TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
       TypeError: If `q`, `k`, `v`, `sinks` or a bias array is not an array of floats, or
         `visible_until` is not of integers.

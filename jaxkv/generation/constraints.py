@@ -81,13 +81,13 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: The states of T sequences; one state for all sequences if `bound` is None.
+    first: The states of Z sequences; one state for all sequences if `bound` is None.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
     sampler: Sampler
     first: PyTree
-    bound: Bool[Array | np.ndarray, " T"] | None
+    bound: Bool[Array | np.ndarray, " Z"] | None
     allowed: Callable[[PyTree], Bool[Array, " V"]] = field(metadata={"static": True})
     advance: Callable[[PyTree, Int32[Array, ""]], PyTree] = field(metadata={"static": True})
 
@@ -96,7 +96,7 @@ class ConstrainedSampler(Sampler):
         """Whether the wrapped sampler is random."""
         return self.sampler.is_random
 
-    def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
+    def init(self, prompts: Int[Array | np.ndarray, "Z n"]) -> PyTree:
         """Return the states of the constraint and of the wrapped sampler."""
         if self.bound is not None:
             return self.first, self.sampler.init(prompts)
@@ -104,7 +104,7 @@ class ConstrainedSampler(Sampler):
         first = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.first)
         return first, self.sampler.init(prompts)
 
-    def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
+    def adjust(self, logits: Float[Array, "Z V"], state: PyTree) -> Float[Array, "Z V"]:
         """Set float32 logits of disallowed tokens to -inf, then apply the wrapped sampler."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
@@ -117,7 +117,7 @@ class ConstrainedSampler(Sampler):
             allowed |= ~self.bound[:, None]
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
-    def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
+    def update(self, state: PyTree, tokens: Int32[Array, " Z"]) -> PyTree:
         """Update the wrapped sampler, and the constraint of each sequence with a sampled token."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
@@ -186,7 +186,7 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
 def make_constrained_sampler(
     constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
 ) -> ConstrainedSampler:
-    """Return a sampler for T sequences; a state of None leaves a sequence unconstrained.
+    """Return a sampler for Z sequences; a state of None leaves a sequence unconstrained.
 
     >>> rule = Constraint(
     ...     first=-1,

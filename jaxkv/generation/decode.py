@@ -72,7 +72,7 @@ def decode(
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: The sampler passed to `init_decode`, or a sampler with other numbers, such as another
         temperature. Greedy by default.
-      stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[T, n]` with a list for
+      stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[Z, n]` with a list for
         each sequence; -1 is padding.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
@@ -144,7 +144,7 @@ def _decode(
     params: PyTree,
     cache: Cache,
     state: DecodeState,
-    stop_tokens: Int32[Array | np.ndarray, "T n"],
+    stop_tokens: Int32[Array | np.ndarray, "Z n"],
     num_tokens: int,
 ) -> tuple[Cache, DecodeState, SampledTokens]:
     def should_continue(carry: tuple) -> jax.Array:

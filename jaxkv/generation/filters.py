@@ -69,7 +69,7 @@ class FilterSampler(Sampler):
         penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
         return any(penalty is not None for penalty in penalties)
 
-    def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
+    def init(self, prompts: Int[Array | np.ndarray, "Z n"]) -> PyTree:
         """Return the last prompt tokens, padded with -1; without penalties, an empty tuple."""
         for name in OPTIONS:
             shape = np.shape(getattr(self, name))
@@ -82,7 +82,7 @@ class FilterSampler(Sampler):
             return ()
         return take_last_tokens(prompts, self.penalty_last_n)
 
-    def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
+    def adjust(self, logits: Float[Array, "Z V"], state: PyTree) -> Float[Array, "Z V"]:
         """Apply penalties, filters and temperature, in this order, to float32 logits."""
         if self._has_penalty:
             logits = self._subtract_penalties(logits, state)
@@ -110,15 +110,15 @@ class FilterSampler(Sampler):
         cooled = _mask_logits(cooled, logits != -jnp.inf)
         return jnp.where(temperature > 0, cooled, alone)
 
-    def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
+    def update(self, state: PyTree, tokens: Int32[Array, " Z"]) -> PyTree:
         """Append the new token to the recent tokens of each sequence, and drop the oldest token."""
         if not self._has_penalty:
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
 
     def _subtract_penalties(
-        self, logits: Float[Array, "T V"], recent: Int32[Array | np.ndarray, "T last_n"]
-    ) -> Float[Array, "T V"]:
+        self, logits: Float[Array, "Z V"], recent: Int32[Array | np.ndarray, "Z last_n"]
+    ) -> Float[Array, "Z V"]:
         rows = jnp.arange(recent.shape[0])[:, None]
         where = jnp.where(recent < 0, logits.shape[1], recent)
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
@@ -147,7 +147,7 @@ def make_sampler(
     """Make a sampler from filters and penalties.
 
     Each argument except `penalty_last_n` is one number for all sequences, or a list or array with a
-    number for each of T sequences. Traced numbers are not checked. A filter without effect is
+    number for each of Z sequences. Traced numbers are not checked. A filter without effect is
     skipped unless its number is traced.
 
     Args:
@@ -212,20 +212,20 @@ def _check_option(name: str, value: object) -> Any:
     return None if is_known and np.all(array == off) else array
 
 
-def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
+def _mask_logits(logits: Float[Array, "Z V"], stays: Bool[Array, "Z V"]) -> Float[Array, "Z V"]:
     return jnp.where(stays, logits, -jnp.inf)
 
 
 def _as_column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
-    """Reshape `[T]` to `[T, 1]`, or `[]` to `[1, 1]`."""
+    """Reshape `[Z]` to `[Z, 1]`, or `[]` to `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)
 
 
 def is_among_best(
-    logits: Float[Array | np.ndarray, "T V"],
-    weights: Num[Array | np.ndarray, "T V"],
+    logits: Float[Array | np.ndarray, "Z V"],
+    weights: Num[Array | np.ndarray, "Z V"],
     min_weight: Num[Array, "*n"],
-) -> Bool[Array, "T V"]:
+) -> Bool[Array, "Z V"]:
     """Return a mask of the fewest highest logits whose weights add up to `min_weight`.
 
     Equal logits have equal mask values. If the sum of all weights is below `min_weight`, the mask

@@ -192,8 +192,8 @@ def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:
 @jax.jit
 def _fold_samples(
     seed: Integer[Array, ""] | Key[Array, ""],
-    indices: tuple[Int32[Array, " T"], Int32[Array, " T"]],
-) -> Key[Array, " T"]:
+    indices: tuple[Int32[Array, " Z"], Int32[Array, " Z"]],
+) -> Key[Array, " Z"]:
     """Fold prompt and sample indices into a seed; sample 0 gets the key of the prompt."""
     fold = jax.vmap(jax.random.fold_in)
     prompt, sample = indices

@@ -22,8 +22,8 @@ X = TypeVar("X")
 
 
 def take_last_tokens(
-    tokens: Int[Array | np.ndarray, "T n"], length: int
-) -> Int[Array | np.ndarray, "T {length}"]:
+    tokens: Int[Array | np.ndarray, "Z n"], length: int
+) -> Int[Array | np.ndarray, "Z {length}"]:
     """Return the last `length` tokens of each row, padded in front with -1.
 
     >>> (
@@ -71,7 +71,7 @@ def check_token_lists(
 
 def pad_prompts(
     prompts: Prompts, max_length: int | None = None
-) -> Int32[Array | np.ndarray, "T m"]:
+) -> Int32[Array | np.ndarray, "Z m"]:
     """Return the last `max_length` tokens of each prompt as an array, padded in front with -1."""
     if is_rows(prompts):
         rows = check_int32(prompts, "prompts")
@@ -93,7 +93,7 @@ def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
-def select_per_text(which: Bool[Array, " T"], new: X, old: X) -> X:
+def select_per_text(which: Bool[Array, " Z"], new: X, old: X) -> X:
     """Select new array entries for sequences whose mask is True, and old entries for others."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -146,7 +146,7 @@ def warm_up(
     longest: int | None = None,
     donate: bool = False,
 ) -> Cache:
-    """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
+    """Compile the programs of `prefill`; return the unchanged cache.
 
     The model has a program for each power of two up to `ubatch_size` tokens. Planning is compiled
     for prompts of up to `longest` tokens. A later `prefill` of one prompt of up to `longest` tokens
@@ -157,7 +157,7 @@ def warm_up(
     For servers, use `serving.Engine.warm_up` instead of this function.
 
     Args:
-      forward: See `prefill`.
+      forward: The function object of later calls, see `prefill`.
       params: Model parameters, any pytree.
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.

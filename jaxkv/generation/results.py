@@ -33,13 +33,14 @@ class PrefillResult(NamedTuple):
 
 
 class DecodeResult(NamedTuple):
-    """Result of generating n tokens for each of T sequences.
+    """Result of generating n tokens for each of Z sequences.
 
     Without a drafter, `num_model_steps`, `num_drafted`, `num_accepted` and `drafter` are None.
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
-    tokens: Sampled tokens; -1 after the end. None if tokens were passed to `init_decode`.
+    tokens: Sampled tokens; -1 after the end. The last token is not in the cache yet. None if tokens
+      were passed to `init_decode`.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
       of a sequence. NaN if a logit of NaN or +inf ended the sequence.
     num_model_steps: Number of model steps while the sequence was active; refused steps also count.
@@ -50,15 +51,15 @@ class DecodeResult(NamedTuple):
 
     cache: Cache
     state: DecodeState
-    tokens: Int32[Array, "T n"] | None
-    logprobs: Float[Array, "T n"] | None
-    num_model_steps: Int32[Array, " T"] | None = None
-    num_drafted: Int32[Array, " T"] | None = None
-    num_accepted: Int32[Array, " T"] | None = None
+    tokens: Int32[Array, "Z n"] | None
+    logprobs: Float[Array, "Z n"] | None
+    num_model_steps: Int32[Array, " Z"] | None = None
+    num_drafted: Int32[Array, " Z"] | None = None
+    num_accepted: Int32[Array, " Z"] | None = None
     drafter: Drafter | None = None
 
     @property
-    def finish_reason(self) -> Int32[Array, " T"]:
+    def finish_reason(self) -> Int32[Array, " Z"]:
         """A `Reason` for each sequence: OK unless an error or a refused plan ended the sequence."""
         return self.state.reason
 

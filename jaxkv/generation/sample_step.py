@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 class SampledTokens(NamedTuple):
     """Tokens and log-probabilities, as in `DecodeResult`."""
 
-    tokens: Int32[Array, "T n"]
-    logprobs: Float[Array, "T n"]
+    tokens: Int32[Array, "Z n"]
+    logprobs: Float[Array, "Z n"]
 
 
 def init_decode(
     cache: Cache,
     *,
-    logits: PrefillResult | Float[ArrayLike, "T V"] | Sequence[Sequence[float]] | None = None,
+    logits: PrefillResult | Float[ArrayLike, "Z V"] | Sequence[Sequence[float]] | None = None,
     tokens: Ids | None = None,
     sequences: Ids | None = None,
     sampler: Sampler | None = None,
@@ -60,17 +60,17 @@ def init_decode(
 
     Args:
       cache: The cache after the prompts.
-      logits: The result of `prefill`, or logits `[T, V]` of the last prompt token of each sequence.
+      logits: The result of `prefill`, or logits `[Z, V]` of the last prompt token of each sequence.
         For forks of a prompt, repeat the logits of the prompt (`jnp.repeat`).
-      tokens: `[T]`. First tokens to use instead of `logits`. The cache does not contain the tokens
+      tokens: `[Z]`. First tokens to use instead of `logits`. The cache does not contain the tokens
         yet.
-      sequences: `[T]`. Sequence ids; not allowed with the result of `prefill`, which has ids. By
-        default 0 to T - 1. If logits are passed for several sequences, ids are required.
+      sequences: `[Z]`. Sequence ids; not allowed with the result of `prefill`, which has ids. By
+        default 0 to Z - 1. If logits are passed for several sequences, ids are required.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
-      max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
+      max_new_tokens: `[]` or `[Z]`. Maximum number of tokens to sample for each sequence, including
         a first token that is sampled from `logits`. Unlimited by default.
-      seed: `[]` or `[T]` integers, or keys of `jax.random`. A single seed is folded with each
+      seed: `[]` or `[Z]` integers, or keys of `jax.random`. A single seed is folded with each
         sequence id, so that equal prompts get different samples. With a seed for each sequence,
         the draws of a sequence depend only on its seed and its start position.
       prompts: Prompt tokens of each sequence, for the penalties of a sampler: an array padded in
@@ -78,11 +78,11 @@ def init_decode(
 
     Returns:
       A `DecodeResult` with the unchanged cache, the state for `decode`, and the first tokens
-      `[T, 1]`. If tokens were passed, the field `tokens` of the result is None.
+      `[Z, 1]`. If tokens were passed, the field `tokens` of the result is None.
 
     Raises:
       ValueError: If both or neither of the arguments `logits` and `tokens` are passed.
-      ValueError: If the shape of logits is not `[T, V]`, or T is above 1 without sequence ids.
+      ValueError: If the shape of logits is not `[Z, V]`, or Z is above 1 without sequence ids.
       ValueError: If sequence ids are passed with the result of `prefill`.
       ValueError: If logits have more rows than there are sequences. A traced `prefill` returns
         padded rows.
@@ -135,14 +135,14 @@ def init_decode(
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not logits.shape[1] or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(
-            f"expected logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}; pass "
+            f"expected logits [Z, V] of floats, got {logits.dtype} {list(logits.shape)}; pass "
             "the logits of a PrefillResult"
         )
     num_sequences = split(cache)[0].spec.sequences
     if logits.shape[0] > num_sequences:
         raise ValueError(
             f"expected logits of at most {num_sequences} texts, a sequence each, got "
-            f"{logits.shape[0]} rows; prefill pads them inside of jit, so pass logits[:T]"
+            f"{logits.shape[0]} rows; prefill pads them inside of jit, so pass logits[:Z]"
         )
     if sequences is None and logits.shape[0] > 1:
         raise ValueError(
@@ -163,15 +163,15 @@ def init_decode(
 
 
 def empty_samples(texts: int, num_tokens: int) -> SampledTokens:
-    """Return tokens of -1 and log-probabilities of 0, `[T, num_tokens]`."""
+    """Return tokens of -1 and log-probabilities of 0, `[Z, num_tokens]`."""
     shape = texts, num_tokens
     return SampledTokens(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
 def check_prompts_present(
-    last: Int32[Array | np.ndarray, " T"],
-    sequences: Int32[Array | np.ndarray, " T"],
-    active: Bool[Array | np.ndarray, " T"],
+    last: Int32[Array | np.ndarray, " Z"],
+    sequences: Int32[Array | np.ndarray, " Z"],
+    active: Bool[Array | np.ndarray, " Z"],
 ) -> None:
     """Raise a ValueError if an active sequence is empty (its last position is -1)."""
     empty = np.asarray(active) & (np.asarray(last) < 0)
@@ -185,10 +185,10 @@ def check_prompts_present(
 def sample_first_tokens(
     table: CacheTable,
     sampler: Sampler,
-    logits: Float[Array, "T V"],
-    stop_tokens: Int32[Array | np.ndarray, "#T n"],
+    logits: Float[Array, "Z V"],
+    stop_tokens: Int32[Array | np.ndarray, "#Z n"],
     state: DecodeState,
-) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
+) -> tuple[DecodeState, Int32[Array, "Z 1"], Float[Array, "Z 1"]]:
     """Sample first tokens; return the state, the tokens and their log-probabilities."""
     return _sample_first_tokens(table, attach_node_types(sampler), logits, stop_tokens, state)
 
@@ -197,10 +197,10 @@ def sample_first_tokens(
 def _sample_first_tokens(
     table: CacheTable,
     sampler: TreeWithTypes[Sampler],
-    logits: Float[Array, "T V"],
-    stop_tokens: Int32[Array, "#T n"],
+    logits: Float[Array, "Z V"],
+    stop_tokens: Int32[Array, "#Z n"],
     state: DecodeState,
-) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
+) -> tuple[DecodeState, Int32[Array, "Z 1"], Float[Array, "Z 1"]]:
     del table  # `jit_table` reads its mesh
     # `draw_index` is for the token after `state.token`, but here `state.token` itself is drawn.
     state = replace(state, draw_index=state.draw_index - 1)
@@ -212,11 +212,11 @@ def _sample_first_tokens(
 
 def sample_next_tokens(
     sampler: Sampler,
-    logits: Float[Array, "T V"],
+    logits: Float[Array, "Z V"],
     state: DecodeState,
-    stop_tokens: Int32[Array | np.ndarray, "#T n"],
-    active: Bool[Array, " T"],
-) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
+    stop_tokens: Int32[Array | np.ndarray, "#Z n"],
+    active: Bool[Array, " Z"],
+) -> tuple[DecodeState, Int32[Array, " Z"], Float[Array, " Z"]]:
     """Sample a token for each active sequence, or -1 if no token is allowed; update the state."""
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
@@ -238,8 +238,8 @@ def sample_next_tokens(
 
 
 def logprob_of(
-    logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
-) -> Float[Array, " T"]:
+    logits: Float[Array, "Z V"], tokens: Int32[Array, " Z"], active: Bool[Array, " Z"]
+) -> Float[Array, " Z"]:
     """Return log-probabilities; 0 for inactive sequences, NaN if a logit is NaN or +inf."""
     token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     # The maximum is subtracted first: a float32 sum of large logits would lose their differences.
@@ -251,14 +251,14 @@ def logprob_of(
 
 
 def mark_nonfinite_logits(
-    logits: Float[Array, "T V"], active: Bool[Array, " T"], reason: Int32[Array, " T"]
-) -> Int32[Array, " T"]:
+    logits: Float[Array, "Z V"], active: Bool[Array, " Z"], reason: Int32[Array, " Z"]
+) -> Int32[Array, " Z"]:
     """Set the reason NONFINITE_LOGITS for active sequences with a logit of NaN or +inf."""
     return jnp.where(active & has_invalid_logits(logits), Reason.NONFINITE_LOGITS, reason)
 
 
-def check_stop_tokens(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "T n"]:
-    """Return checked stop tokens as `[1, n]` or `[T, n]`."""
+def check_stop_tokens(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "Z n"]:
+    """Return checked stop tokens as `[1, n]` or `[Z, n]`."""
     rows = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
     if np.ndim(rows) == 1:
         return rows[None]

@@ -17,7 +17,7 @@ class Sampler:
 
     Make a sampler with `make_sampler` or `Constraint.constrain`, or write a subclass. A subclass is
     a dataclass with the pure methods `init`, `adjust` and `update`, registered with
-    `jax.tree_util.register_dataclass`. The methods compute T sequences at once, independently.
+    `jax.tree_util.register_dataclass`. The methods compute Z sequences at once, independently.
     """
 
     @property
@@ -25,20 +25,20 @@ class Sampler:
         """Whether tokens are drawn at random; if False, the highest logit is taken."""
         return True
 
-    def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the initial sampler state, a pytree of arrays `[T, ...]`; empty by default.
+    def init(self, prompts: Int[Array | np.ndarray, "Z n"]) -> PyTree:
+        """Return the initial sampler state, a pytree of arrays `[Z, ...]`; empty by default.
 
         The argument `prompts` has the last tokens of each prompt, padded in front with -1.
         """
         del prompts
         return ()
 
-    def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
+    def adjust(self, logits: Float[Array, "Z V"], state: PyTree) -> Float[Array, "Z V"]:
         """Return the adjusted float32 logits; a logit of -inf excludes a token."""
         del state
         return logits
 
-    def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
+    def update(self, state: PyTree, tokens: Int32[Array, " Z"]) -> PyTree:
         """Return the sampler state after new tokens; the token -1 means that none was sampled.
 
         Loops discard the new state of a sequence without a sampled token.
@@ -58,8 +58,8 @@ def check_sampler(sampler: object) -> Sampler:
 
 
 def adjust_logits(
-    sampler: Sampler, logits: Float[Array, "T V"], state: PyTree
-) -> Float[Array, "T V"]:
+    sampler: Sampler, logits: Float[Array, "Z V"], state: PyTree
+) -> Float[Array, "Z V"]:
     """Return adjusted logits; all are NaN for a sequence with a logit of NaN or +inf."""
     # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
@@ -71,16 +71,16 @@ def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
 
 
 def make_draw_keys(
-    key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0
-) -> Key[Array, " T"]:
+    key: Key[Array, " Z"], numbers: Int32[Array, " Z"], use: int = 0
+) -> Key[Array, " Z"]:
     """Return random keys; `use` is 0 to draw tokens, 1 to accept drafts, and 2 to draw drafts."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 
 
 def sample_tokens(
-    sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
-) -> Int32[Array, " T"]:
+    sampler: Sampler, adjusted: Float[Array, "Z V"], keys: Key[Array, " Z"]
+) -> Int32[Array, " Z"]:
     """Sample a token for each sequence; -1 if no token is allowed or a logit is NaN."""
     if sampler.is_random:
         # Noise is drawn for each token, not for each rank, so a rounding error that swaps two ranks

@@ -40,7 +40,7 @@ def score(
     spec: CacheSpec,
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding_rules: ShardingRules | None = None,
-) -> Float[Array, "T n"]:
+) -> Float[Array, "Z n"]:
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
     Each prompt is computed once for all texts that follow the prompt. Common prefixes of concrete
@@ -51,10 +51,10 @@ def score(
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      texts: A list of tokens for each of T texts, or an array `[T, n]`. An array may be traced, and
+      texts: A list of tokens for each of Z texts, or an array `[Z, n]`. An array may be traced, and
         may contain -1 as padding at any index.
-      prompts: A list of tokens for each of P prompts, or an array. With G texts for each prompt,
-        text i follows prompt i // G.
+      prompts: A list of tokens for each prompt, or an array. With n texts for each prompt, text i
+        follows prompt i // n.
       spec: Spec of the new cache. The cache gets a stream for each text.
       dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
         gradient.
@@ -68,7 +68,7 @@ def score(
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
-      ValueError: If T is not a multiple of P.
+      ValueError: If the number of texts is not a multiple of the number of prompts.
       ValueError: If a list has a negative token, or a concrete token is past the vocabulary.
       ValueError: If traced texts or prompts are not arrays, or a text is not one list of tokens.
       ValueError: If the spec has cross-attention.
@@ -121,8 +121,8 @@ def score(
 
 
 def _index_of_rows(
-    rows: Int32[Array | np.ndarray, "T n"], of: TrieLevel | Int32[np.ndarray, "T m"]
-) -> Int32[Array | np.ndarray, "T n"]:
+    rows: Int32[Array | np.ndarray, "Z n"], of: TrieLevel | Int32[np.ndarray, "Z m"]
+) -> Int32[Array | np.ndarray, "Z n"]:
     """Return the index of each token of `rows` in the flat array of scores; -1 for padding."""
     xp = np if is_concrete(rows) else jnp
     valid = xp.asarray(rows) >= 0
@@ -139,7 +139,7 @@ def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     def program(
         params: PyTree,
         levels: list[TrieLevel],
-        index: Int32[Array, "T n"] | None,
+        index: Int32[Array, "Z n"] | None,
         *,
         spec: CacheSpec,
         dtype: jnp.dtype,
@@ -166,8 +166,8 @@ def _score_levels(
     params: PyTree,
     cache: Cache,
     levels: list[TrieLevel],
-    index: Int32[Array, "T n"] | None,
-) -> tuple[Float[Array, "T n"], Array]:
+    index: Int32[Array, "Z n"] | None,
+) -> tuple[Float[Array, "Z n"], Array]:
     """Return log-probabilities, and an empty array `[0, V]` from which `score` reads V."""
     count = levels[0].parents.shape[0]
     ok, scores = jnp.array(True), []
@@ -241,7 +241,7 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 
 
 def _levels_of_traced_rows(
-    texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
+    texts: Int32[Array | np.ndarray, "Z n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
     rows = _move_padding_to_end(texts)
     count = rows.shape[0]
@@ -257,7 +257,7 @@ def _levels_of_traced_rows(
     ]
 
 
-def _move_padding_to_end(rows: Int32[Array | np.ndarray, "T n"]) -> Int32[Array, "T n"]:
+def _move_padding_to_end(rows: Int32[Array | np.ndarray, "Z n"]) -> Int32[Array, "Z n"]:
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     return jnp.take_along_axis(jnp.asarray(rows), order, axis=1)
 
@@ -280,11 +280,11 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
         )
 
 
-def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "T n"]:
+def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "Z n"]:
     if not is_rows(texts):
         if is_traced(texts):
             raise ValueError(
-                f"expected traced {name} as rows [T, n], got {type(texts)}; pad lists with -1"
+                f"expected traced {name} as rows [Z, n], got {type(texts)}; pad lists with -1"
             )
         lists = check_token_lists(texts, name)
         width = max(map(len, lists))

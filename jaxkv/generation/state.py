@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """State of T sequences, made by `init_decode`; positions are stored only in the cache.
+    """State of Z sequences, made by `init_decode`; positions are stored only in the cache.
 
     token: The last sampled token of each sequence, which is not in the cache yet.
     sequence: Id of each sequence, without repetition.
@@ -46,14 +46,14 @@ class DecodeState:
     sampler_state: State of the sampler.
     """
 
-    token: Int32[Array, " T"]
-    sequence: Int32[Array, " T"]
-    active: Bool[Array, " T"]
-    remaining: Int32[Array, " T"]
-    reason: Int32[Array, " T"]
-    key: Key[Array, " T"]
-    draw_index: Int32[Array, " T"]
-    follows: UInt32[Array, " T"]
+    token: Int32[Array, " Z"]
+    sequence: Int32[Array, " Z"]
+    active: Bool[Array, " Z"]
+    remaining: Int32[Array, " Z"]
+    reason: Int32[Array, " Z"]
+    key: Key[Array, " Z"]
+    draw_index: Int32[Array, " Z"]
+    follows: UInt32[Array, " Z"]
     sampler_state: PyTree
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ def make_decode_state(
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
         raise ValueError(
-            f"expected tokens [T], got the shape {np.shape(token)}; pass a flat list, one token "
+            f"expected tokens [Z], got the shape {np.shape(token)}; pass a flat list, one token "
             "for each sequence"
         )
     count = token.shape[0]
@@ -165,7 +165,7 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
     if len(shapes[0]) != 1 or any(shape[:1] != shapes[0] for shape in shapes):
         raise ValueError(
-            f"expected a state whose arrays have one length [T], got "
+            f"expected a state whose arrays have one length [Z], got "
             f"{', '.join(map(str, shapes))}; make it with generation.init_decode"
         )
     check_distinct(state.sequence)
@@ -223,8 +223,8 @@ def check_seed(seed: Seeds, count: int) -> Seeds:
 
 @jit_table
 def _init_draw_state(
-    table: CacheTable, seed: Integer[Array, "*n"] | Key[Array, "*n"], ids: Int32[Array, " T"]
-) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
+    table: CacheTable, seed: Integer[Array, "*n"] | Key[Array, "*n"], ids: Int32[Array, " Z"]
+) -> tuple[Key[Array, " Z"], Int32[Array, " Z"], UInt32[Array, " Z"]]:
     """Return the fields `key`, `draw_index` and `follows` of the initial state."""
     keys = seed if is_key(seed) else jnp.vectorize(jax.random.key)(seed)
     if not jnp.ndim(seed):

@@ -1,4 +1,4 @@
-"""Types for the annotations of generation loops, in which T is the number of sequences."""
+"""Types for the annotations of generation loops."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from jaxtyping import Array, ArrayLike, Integer, Key, Num
 
 from jaxkv.core.types import Ids, Tokens
 
-Prompts = Integer[Array | np.ndarray, "T n"] | Sequence[Ids]
-"""Tokens of each sequence: an array `[T, n]`, or a list of token lists or arrays."""
+Prompts = Integer[Array | np.ndarray, "Z n"] | Sequence[Ids]
+"""Tokens of each sequence: an array `[Z, n]`, or a list of token lists or arrays."""
 
 SharedPrompts = Integer[Array | np.ndarray, "P k"] | Sequence[Ids]
 """Tokens of P prompts, each shared by several sequences: an array, or a list of lists."""

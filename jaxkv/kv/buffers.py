@@ -66,9 +66,10 @@ class Buffers:
 
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
       L + l is stream s of layer l. The key of a cell at position p with shift d is rotated for
-      position p - d. If a row has n heads, K becomes K / n, and D becomes n * D plus padding.
-    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. Rows have n
-      heads and padding as in `k`.
+      position p - d. If n heads share a row (`ops.head_rows`), K becomes K / n, and D becomes the
+      size of a row.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. Values share
+      rows like keys.
     ropes: Rotary embedding of each layer's keys, static; None for keys without rotation, `NotGiven`
       if the cache was made without `rope=`.
     stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.

@@ -79,7 +79,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return for each i whether sequence i of any stream owns a cell in `where`."""
+    """Return, for each local id, whether this sequence of any stream owns cells in `where`."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 

@@ -46,8 +46,8 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
 
 
 def compare_last_tokens(
-    cells: Cells, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
-) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
+    cells: Cells, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
+) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
     """Compare the content hash of each sequence's last cell with the array `contents`.
 
     Returns the hashes (0 for an empty sequence), and which hashes are equal to `contents`. After

@@ -197,15 +197,15 @@ def plan_step(
 
     Args:
       cache: any cache.
-      tokens: `[T]` int32, one token for each sequence; or `[T, n]`, n tokens for each sequence.
-      sequences: `[T]` int32, distinct sequence ids; by default 0, 1, 2 and so on. The id of a row
+      tokens: `[Z]` int32, one token for each sequence; or `[Z, n]`, n tokens for each sequence.
+      sequences: `[Z]` int32, distinct sequence ids; by default 0, 1, 2 and so on. The id of a row
         without active tokens is not checked.
       active: bool, or concrete 0 and 1, in the shape of `tokens`. Inactive tokens are padding and
         may be at any index. By default all tokens are active.
 
     Returns:
       A plan of one ubatch, `plan.ubatch`. The ubatch has an output for each element of the
-      argument `tokens`, in the same order, so logits can be reshaped to `[T, V]` or `[T, n, V]`. If
+      argument `tokens`, in the same order, so logits can be reshaped to `[Z, V]` or `[Z, n, V]`. If
       `ok` is False, the plan has no effect. The array `reason` has a `Reason` for each sequence id
       of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. A sequence that would fit has OK.
 
@@ -237,7 +237,7 @@ def plan_step(
     shapes = [shape, np.shape(valid), np.shape(ids)]
     if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
         raise ValueError(
-            f"expected tokens [T] or [T, n], active of the same shape and sequences [T], got "
+            f"expected tokens [Z] or [Z, n], active of the same shape and sequences [Z], got "
             f"{shapes[0]}, {shapes[1]} and {shapes[2]}; pass one token and one sequence for each "
             "text"
         )
@@ -249,9 +249,9 @@ def plan_step(
 @jit_table
 def plan_next(
     table: CacheTable,
-    tokens: Int32[Array, "T n"],
-    sequences: Int32[Array, " T"],
-    valid: Bool[Array, "T n"],
+    tokens: Int32[Array, "Z n"],
+    sequences: Int32[Array, " Z"],
+    valid: Bool[Array, "Z n"],
 ) -> Plan:
     """Implement `plan_step`; a sequence id given twice is refused with DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
@@ -281,7 +281,7 @@ def plan_next(
 def check_next_tokens(
     spec: TableSpec, tokens: PyTree, sequences: Ids, valid: PyTree
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Return tokens `[T, n]`, sequence ids `[T]` and flags `[T, n]`; raise for invalid ids."""
+    """Return tokens `[Z, n]`, sequence ids `[Z]` and flags `[Z, n]`; raise for invalid ids."""
     if 0 in np.shape(tokens):
         raise ValueError(
             f"expected a token at least, got tokens of the shape {np.shape(tokens)}; pass one "

@@ -126,8 +126,8 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 def compare_last_tokens(
-    states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
-) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
+    states: States, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
+) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
     """Return the content of each current state (0 if none), and whether it equals `contents`."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)

@@ -283,7 +283,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
 def make_batch_sampler(
     requests: Sequence[Request | None], *, sampling_options: frozenset[str], penalty_last_n: int
 ) -> FilterSampler:
-    """Return the sampler of T sequences; `requests` has None for a sequence without a request.
+    """Return the sampler of Z sequences; `requests` has None for a sequence without a request.
 
     To limit compiled programs, there are three sets of filters: none, temperature with min_p, all.
 
@@ -336,5 +336,5 @@ def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]
     return levels
 
 
-def _needs_ranking(numbers: dict[str, Num[np.ndarray, " T"]]) -> Bool[np.ndarray, " T"]:
+def _needs_ranking(numbers: dict[str, Num[np.ndarray, " Z"]]) -> Bool[np.ndarray, " Z"]:
     return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)

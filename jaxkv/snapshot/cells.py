@@ -260,7 +260,7 @@ def _unstack_layers(buffers: Buffers) -> Buffers:
 
 
 def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buffers:
-    """Return buffers with one array for each layer: the heads of the rows `read(array)`."""
+    """Replace the array of each layer by heads, split from the rows that `read` returns."""
 
     def heads_of(stored: Values, head_dim: int) -> PyTree:
         return map_arrays(lambda x: split_rows(read(x), buffers.heads_per_row, head_dim), stored)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 def verify_draft(
     sampler: Sampler,
-    logits: Float[Array, "T places V"],
+    logits: Float[Array, "Z places V"],
     draft: DraftTokens,
     state: DecodeState,
-    ok: Bool[Array, " T"],
-) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
+    ok: Bool[Array, " Z"],
+) -> tuple[Int32[Array, "Z places"], Float[Array, "Z places"], Bool[Array, "Z places"], PyTree]:
     """Accept or replace each of n draft tokens, and sample one token after the draft.
 
     The returned mask is True for a token if all draft tokens before the token were accepted. The
@@ -67,16 +67,16 @@ def verify_draft(
 
 def verify_branches(
     sampler: Sampler,
-    logits: Float[Array, "T nodes V"],
+    logits: Float[Array, "Z nodes V"],
     draft: DraftTokens,
     state: DecodeState,
-    ok: Bool[Array, " T"],
+    ok: Bool[Array, " Z"],
 ) -> tuple[
-    Int32[Array, "T places"],
-    Float[Array, "T places"],
-    Bool[Array, "T places"],
+    Int32[Array, "Z places"],
+    Float[Array, "Z places"],
+    Bool[Array, "Z places"],
     PyTree,
-    Int32[Array, " T"],
+    Int32[Array, " Z"],
 ]:
     """Verify k branches of n draft tokens as `verify_draft` does; also return the selected branch.
 
@@ -122,12 +122,12 @@ def verify_branches(
 
 
 def _find_first_accepted(
-    adjusted: Float[Array, "T V"],
-    offered: Int32[Array, "T k"],
-    asked: Bool[Array, "T k"],
-    drawn_from: Float[Array, "T V"],
-    keys: Key[Array, " T"],
-) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
+    adjusted: Float[Array, "Z V"],
+    offered: Int32[Array, "Z k"],
+    asked: Bool[Array, "Z k"],
+    drawn_from: Float[Array, "Z V"],
+    keys: Key[Array, " Z"],
+) -> tuple[Int32[Array, " Z"], Float[Array, "Z V"]]:
     """Return the first accepted token of k branches, or -1, and logits of replacement tokens.
 
     After each rejection, the model probabilities p become max(p - q, 0), normalised. The rejected
@@ -154,19 +154,19 @@ def _find_first_accepted(
 
 
 def _normalise_residual(
-    residual: Float[Array, "T V"], fallback: Float[Array, "T V"]
-) -> Float[Array, "T V"]:
+    residual: Float[Array, "Z V"], fallback: Float[Array, "Z V"]
+) -> Float[Array, "Z V"]:
     """Scale the probabilities `residual` to a sum of 1; return `fallback` if the sum is 0."""
     total = jnp.sum(residual, axis=1, keepdims=True)
     return jnp.where(total > 0, residual / jnp.where(total > 0, total, 1), fallback)
 
 
 def _accept_draft_tokens(
-    adjusted: Float[Array, "T V"],
-    guessed: Int32[Array, " T"],
-    drawn_from: Float[Array, "T V"] | None,
-    keys: Key[Array, " T"],
-) -> tuple[Bool[Array, " T"], Float[Array, "T V"]]:
+    adjusted: Float[Array, "Z V"],
+    guessed: Int32[Array, " Z"],
+    drawn_from: Float[Array, "Z V"] | None,
+    keys: Key[Array, " Z"],
+) -> tuple[Bool[Array, " Z"], Float[Array, "Z V"]]:
     """Return which draft tokens are accepted, and the logits of replacement tokens.
 
     A token with draft probability q and model probability p is accepted with probability

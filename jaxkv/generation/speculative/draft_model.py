@@ -39,7 +39,7 @@ def draft_model(
       params: Parameters of the draft model, any pytree.
       cache: Cache of the draft model, with the prompts in the same sequences as in the cache of
         `speculate`. With recurrent states, `max_rollback` must be at least `num_draft_tokens`.
-      batch_size: T, the number of sequences.
+      batch_size: Z, the number of sequences.
       num_draft_tokens: Maximum number of tokens of a draft, static.
       num_branches: k, the number of branches, static.
 
@@ -51,7 +51,7 @@ def draft_model(
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.
       ValueError: If the cache stores too few recurrent states, or was donated.
-      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
+      ValueError: With several branches, if the cache has recurrent states, fewer than `Z * k`
         sequences, or one sequence in each stream.
       TypeError: If the argument `forward` is not a function.
 

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class DraftTokens(NamedTuple):
-    """Draft tokens of T sequences.
+    """Draft tokens of Z sequences.
 
-    tokens: `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first tokens.
+    tokens: `[Z, n]`, or `[Z, k, n]` for k branches. Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
     adjusted: float32. Adjusted logits from which tokens were drawn; None if tokens are not random.
       Branches with equal first tokens draw the next tokens without replacement.
     """
 
-    tokens: Int32[Array, "T *k n"]
-    valid: Bool[Array, "T *k n"]
-    adjusted: Float[Array, "T *k n V"] | None
+    tokens: Int32[Array, "Z *k n"]
+    valid: Bool[Array, "Z *k n"]
+    adjusted: Float[Array, "Z *k n V"] | None
 
 
 class Drafter(ABC):
@@ -52,7 +52,7 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """T, the number of sequences."""
+        """Z, the number of sequences."""
 
     def check(self, cache: Cache) -> None:
         """Raise a ValueError if drafts for a cache are impossible; the default never raises."""
@@ -63,8 +63,8 @@ class Drafter(ABC):
         self,
         sampler: Sampler,
         state: DecodeState,
-        active: Bool[Array, " T"],
-        at: Int32[Array, " T"],
+        active: Bool[Array, " Z"],
+        at: Int32[Array, " Z"],
     ) -> tuple[Self, DraftTokens]:
         """Propose tokens after the last sampled token of each sequence.
 
@@ -78,10 +78,10 @@ class Drafter(ABC):
     @abstractmethod
     def update(
         self,
-        sequences: Int32[Array, " T"],
-        at: Int32[Array, " T"],
-        fed: Int32[Array, "T places"],
-        num_cached: Int32[Array, " T"],
+        sequences: Int32[Array, " Z"],
+        at: Int32[Array, " Z"],
+        fed: Int32[Array, "Z places"],
+        num_cached: Int32[Array, " Z"],
     ) -> Self:
         """Return the drafter after a step of the verifying model.
 
@@ -98,22 +98,22 @@ class Drafter(ABC):
 class PromptLookup(Drafter):
     """Drafter of `prompt_lookup`; `recent` is padded in front with -1."""
 
-    recent: Int32[Array, "T C"]
+    recent: Int32[Array, "Z C"]
     ngram: int = field(metadata={"static": True})
     num_draft_tokens: int = field(metadata={"static": True})
     num_branches: int = field(metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
-        """T, the number of sequences."""
+        """Z, the number of sequences."""
         return self.recent.shape[0]
 
     def propose(
         self,
         sampler: Sampler,
         state: DecodeState,
-        active: Bool[Array, " T"],
-        at: Int32[Array, " T"],
+        active: Bool[Array, " Z"],
+        at: Int32[Array, " Z"],
     ) -> tuple[PromptLookup, DraftTokens]:
         """Draft the tokens that followed earlier occurrences of the last `ngram` tokens."""
         del sampler, at
@@ -139,10 +139,10 @@ class PromptLookup(Drafter):
 
     def update(
         self,
-        sequences: Int32[Array, " T"],
-        at: Int32[Array, " T"],
-        fed: Int32[Array, "T places"],
-        num_cached: Int32[Array, " T"],
+        sequences: Int32[Array, " Z"],
+        at: Int32[Array, " Z"],
+        fed: Int32[Array, "Z places"],
+        num_cached: Int32[Array, " Z"],
     ) -> PromptLookup:
         """Append the newly cached tokens to the recent tokens."""
         del sequences, at
@@ -212,13 +212,13 @@ class DraftModel(Drafter):
 
     params: PyTree
     cache: Cache
-    unfed: Int32[Array, " T"]
+    unfed: Int32[Array, " Z"]
     forward: Forward = field(metadata={"static": True})
     num_draft_tokens: int = field(metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
-        """T, the number of sequences."""
+        """Z, the number of sequences."""
         return self.unfed.shape[0]
 
     def check(self, cache: Cache) -> None:
@@ -235,8 +235,8 @@ class DraftModel(Drafter):
         self,
         sampler: Sampler,
         state: DecodeState,
-        active: Bool[Array, " T"],
-        at: Int32[Array, " T"],
+        active: Bool[Array, " Z"],
+        at: Int32[Array, " Z"],
     ) -> tuple[DraftModel, DraftTokens]:
         """Run the draft model token by token; the first step also computes a missing token."""
         last = last_positions(self.cache.table)[state.sequence]
@@ -276,10 +276,10 @@ class DraftModel(Drafter):
 
     def update(
         self,
-        sequences: Int32[Array, " T"],
-        at: Int32[Array, " T"],
-        fed: Int32[Array, "T places"],
-        num_cached: Int32[Array, " T"],
+        sequences: Int32[Array, " Z"],
+        at: Int32[Array, " Z"],
+        fed: Int32[Array, "Z places"],
+        num_cached: Int32[Array, " Z"],
     ) -> DraftModel:
         """Remove rejected tokens; set `unfed` if the draft cache lacks exactly one token."""
         cache, _ = seq_rm(self.cache, sequences, at + num_cached)

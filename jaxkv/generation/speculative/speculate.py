@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 class _DraftedTokens(NamedTuple):
     """Sampled tokens and counts so far, as in `DecodeResult`."""
 
-    tokens: Int32[Array, "T n"]
-    logprobs: Float[Array, "T n"]
-    num_model_steps: Int32[Array, " T"]
-    num_drafted: Int32[Array, " T"]
-    num_accepted: Int32[Array, " T"]
+    tokens: Int32[Array, "Z n"]
+    logprobs: Float[Array, "Z n"]
+    num_model_steps: Int32[Array, " Z"]
+    num_drafted: Int32[Array, " Z"]
+    num_accepted: Int32[Array, " Z"]
 
 
 class _Setup(NamedTuple):
@@ -64,8 +64,8 @@ class _Setup(NamedTuple):
     forward: Forward
     sampler: Sampler
     params: PyTree
-    stop_tokens: Int32[Array | np.ndarray, "#T n"]
-    sequences: Int32[Array, "T k"] | None = None
+    stop_tokens: Int32[Array | np.ndarray, "#Z n"]
+    sequences: Int32[Array, "Z k"] | None = None
 
 
 class _Progress(NamedTuple):
@@ -75,19 +75,19 @@ class _Progress(NamedTuple):
     state: DecodeState
     draft: Drafter
     made: _DraftedTokens
-    at: Int32[Array, " T"]
-    drafting: Bool[Array, " T"]
+    at: Int32[Array, " Z"]
+    drafting: Bool[Array, " Z"]
 
 
 class _StepResult(NamedTuple):
     """Result of one step: n + 1 sampled tokens, of which the first `num_tokens` are used."""
 
-    tokens: Int32[Array, "T places"]
-    logprobs: Float[Array, "T places"]
-    num_tokens: Int32[Array, " T"]
-    accepted: Int32[Array, " T"]
+    tokens: Int32[Array, "Z places"]
+    logprobs: Float[Array, "Z places"]
+    num_tokens: Int32[Array, " Z"]
+    accepted: Int32[Array, " Z"]
     state: DecodeState
-    drafting: Bool[Array, " T"]
+    drafting: Bool[Array, " Z"]
 
 
 def speculate(
@@ -128,10 +128,10 @@ def speculate(
 
     Raises:
       ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
-      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
+      ValueError: With several branches, if the cache has recurrent states, fewer than `Z * k`
         sequences, or one sequence in each stream.
       ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
-      ValueError: If drafter and state differ in T, caches differ in Q, or a cache was donated.
+      ValueError: If drafter and state differ in Z, caches differ in Q, or a cache was donated.
       TypeError: If the drafter, the sampler or the state has the wrong type.
 
     Examples:
@@ -275,16 +275,16 @@ def _empty_drafted_tokens(texts: int, num_tokens: int) -> _DraftedTokens:
     )
 
 
-def _num_sampled(made: _DraftedTokens) -> Int32[Array, " T"]:
+def _num_sampled(made: _DraftedTokens) -> Int32[Array, " Z"]:
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
 
 def _append_rows(
-    rows: Shaped[Array, "T steps"],
-    start: Int32[Array, " T"],
-    new: Shaped[Array, "T n"],
-    num_new: Int32[Array, " T"],
-) -> Shaped[Array, "T steps"]:
+    rows: Shaped[Array, "Z steps"],
+    start: Int32[Array, " Z"],
+    new: Shaped[Array, "Z n"],
+    num_new: Int32[Array, " Z"],
+) -> Shaped[Array, "Z steps"]:
     """Write the first `num_new` new values of each sequence into its row, from index `start` on."""
     column = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(column < num_new[:, None], start[:, None] + column, rows.shape[1])
@@ -292,7 +292,7 @@ def _append_rows(
 
 
 def _run_draft_width_step(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
     """Run a step with n draft tokens; if no sequence has a draft, run a step without them."""
     # Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
@@ -325,7 +325,7 @@ def _run_draft_width_step(
 
 
 def _feed_and_verify(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
     """Run the model on drafts, and remove rejected draft tokens from the cache."""
     state = progress.state
@@ -377,8 +377,8 @@ def _feed_and_verify(
 
 
 def _feed_draft(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
-) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
+) -> tuple[Cache, Plan, Bool[Array, " Z"], tuple, DraftTokens]:
     """Run the model on drafts of one branch; the third result is True for computed sequences."""
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
@@ -391,7 +391,7 @@ def _feed_draft(
     return cache, plan, ok, verify_draft(setup.sampler, logits, draft, state, ok), draft
 
 
-def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
+def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "Z n V"]) -> None:
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "
@@ -400,8 +400,8 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None
 
 
 def _feed_branches(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
-) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
+) -> tuple[Cache, Plan, Bool[Array, " Z"], tuple, DraftTokens]:
     """Run the model once for all branches of a draft, and keep one branch."""
     state, sequences = progress.state, setup.sequences
     assert sequences is not None

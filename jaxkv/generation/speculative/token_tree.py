@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class TreeNodes(NamedTuple):
-    """Tokens that the branches of T sequences share.
+    """Tokens that the branches of Z sequences share.
 
     owns: `owns[t, i, j, m]` is True if tokens 0 to j are equal in branches i and m of sequence t.
     first: True for a draft token that is computed, since no earlier branch shares the token.
     """
 
-    owns: Bool[Array, "T k n k"]
-    first: Bool[Array, "T k n"]
+    owns: Bool[Array, "Z k n k"]
+    first: Bool[Array, "Z k n"]
 
 
 def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: str) -> None:
@@ -54,8 +54,8 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: s
 
 
 def assign_branch_sequences(
-    table: CacheTable, sequences: Int32[Array, " T"], num_branches: int
-) -> Int32[Array, "T {num_branches}"]:
+    table: CacheTable, sequences: Int32[Array, " Z"], num_branches: int
+) -> Int32[Array, "Z {num_branches}"]:
     """Return sequence ids of branches in ascending order; Q for a branch without a sequence."""
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
@@ -84,7 +84,7 @@ def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
 
 @jit_table
 def fork_branches(
-    table: CacheTable, sequences: Int32[Array, "T k"], roots: Int32[Array, " T"]
+    table: CacheTable, sequences: Int32[Array, "Z k"], roots: Int32[Array, " Z"]
 ) -> CacheTable:
     """Fork each drafted sequence into the sequences of its branches."""
     parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
@@ -95,10 +95,10 @@ def fork_branches(
 @jit_table
 def plan_tree(
     table: CacheTable,
-    token: Int32[Array, " T"],
+    token: Int32[Array, " Z"],
     draft: DraftTokens,
-    active: Bool[Array, " T"],
-    sequences: Int32[Array, "T k"],
+    active: Bool[Array, " Z"],
+    sequences: Int32[Array, "Z k"],
 ) -> Plan:
     """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
@@ -146,9 +146,9 @@ def _lay_out_trees(
 @jit_table
 def keep_branch(
     table: CacheTable,
-    roots: Int32[Array, " T"],
-    sequences: Int32[Array, "T k"],
-    branch: Int32[Array, " T"],
+    roots: Int32[Array, " Z"],
+    sequences: Int32[Array, "Z k"],
+    branch: Int32[Array, " Z"],
 ) -> CacheTable:
     """Replace each drafted sequence by one of its branches, and clear the other branches."""
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]

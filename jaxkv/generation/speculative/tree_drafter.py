@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 class TreeDraftModel(DraftModel):
     """Drafter of `draft_model` with several branches; `guessed` are tokens of the last draft."""
 
-    guessed: Int32[Array, "T k n"]
-    sequences: Int32[Array, "T k"]
+    guessed: Int32[Array, "Z k n"]
+    sequences: Int32[Array, "Z k"]
     num_branches: int = field(metadata={"static": True})
 
     def propose(
         self,
         sampler: Sampler,
         state: DecodeState,
-        active: Bool[Array, " T"],
-        at: Int32[Array, " T"],
+        active: Bool[Array, " Z"],
+        at: Int32[Array, " Z"],
     ) -> tuple[TreeDraftModel, DraftTokens]:
         """Start k branches with the k best tokens, and extend each branch token by token."""
         table = self.cache.table
@@ -97,8 +97,8 @@ class TreeDraftModel(DraftModel):
         return draft, DraftTokens(tokens, valid, adjusted if sampler.is_random else None)
 
     def _pick_distinct_tokens(
-        self, sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
-    ) -> Int32[Array, "T k"]:
+        self, sampler: Sampler, adjusted: Float[Array, "Z V"], keys: Key[Array, " Z"]
+    ) -> Int32[Array, "Z k"]:
         """Return k distinct tokens: the best tokens, or draws without replacement."""
         if adjusted.shape[1] < self.num_branches:
             raise ValueError(
@@ -113,10 +113,10 @@ class TreeDraftModel(DraftModel):
 
     def update(
         self,
-        sequences: Int32[Array, " T"],
-        at: Int32[Array, " T"],
-        fed: Int32[Array, "T places"],
-        num_cached: Int32[Array, " T"],
+        sequences: Int32[Array, " Z"],
+        at: Int32[Array, " Z"],
+        fed: Int32[Array, "Z places"],
+        num_cached: Int32[Array, " Z"],
     ) -> DraftModel:
         """Keep the accepted branch, and update the drafter as with a single branch."""
         table, buffers = self.cache.table, self.cache.buffers
