@@ -423,13 +423,13 @@ def _attend_layer(
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
         visibility = replace(visibility, bias=bias)
         layer_kv = _write_local_kv(split, layer_kv, ubatch, where, new)
-        rows = layer_kv[0].shape[1], heads_per_row
+        keys = layer_kv[0]
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
-        lists = pad_queries(lists, *rows, layer_kv[0].shape[3])
+        lists = pad_queries(lists, keys.shape[1], heads_per_row, keys.shape[3])
         sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
+        sums = sums._replace(out=take_own_heads(sums.out, heads_per_row, sizes.value_dim))
         sums = merge_over_devices(sums, (*split.cells, *shared_axes))
         out = attention.finalize(sums, lists, options)
-        out = take_own_heads(out, *rows, sizes.value_dim)
         out = out.reshape(*q.shape[:3], -1)
         current = _all_over_axes(current, shared_axes)
         out = jnp.where(current[..., None, None], out, jnp.nan)

@@ -166,11 +166,15 @@ def _zero_buffers(
         )
     head_sizes = tuple(map(HeadSizes, heads, keys, values))
     n = choose_heads_per_row(lanes, head_sizes, dtype, devices)
-    shapes = [(streams, count, cells) for count in heads]
+    shapes = [(streams, count // n, cells) for count in heads]
+
+    def row_size(size: int) -> int:
+        return -(-n * size // lanes) * lanes
+
     for shape, key, value in zip(shapes, keys, values, strict=True):
-        check_shape((*shape, key), "keys")
+        check_shape((*shape, row_size(key)), "keys")
         if not isinstance(value, ValueSlice):
-            check_shape((*shape, value), "values")
+            check_shape((*shape, row_size(value)), "values")
     if stacked:
         for name, sizes in zip(names, (heads, keys, values, ropes), strict=True):
             if len(set(sizes)) > 1:
@@ -178,12 +182,10 @@ def _zero_buffers(
                     f"expected the same {name} in all layers for stacked=True, got {sizes}; leave "
                     f"stacked out, and go over the layers in Python"
                 )
-        shapes, keys, values = [(streams * spec.layers, heads[0], cells)], keys[:1], values[:1]
+        shapes, keys, values = [(streams * spec.layers, heads[0] // n, cells)], keys[:1], values[:1]
 
     def zeros(shape: tuple[int, int, int], size: int) -> Stored:
-        streams, heads, cells = shape
-        row_size = -(-n * size // lanes) * lanes
-        return make_stored_zeros((streams, heads // n, cells, row_size), dtype)
+        return make_stored_zeros((*shape, row_size(size)), dtype)
 
     return Buffers(
         k=tuple(zeros(shape, size) for shape, size in zip(shapes, keys, strict=True)),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Float
 
 A = TypeVar("A", jax.Array, np.ndarray)
 
@@ -61,25 +61,23 @@ def pad_queries(
     if q.shape[3] == row_size:
         return q
     # A TPU concatenates slices of lanes faster than it reshapes a dimension into lanes.
-    is_own = _is_own_head(q.shape[2], rows, heads_per_row)
+    head = jnp.arange(q.shape[2])[:, None] // (q.shape[2] // (rows * heads_per_row))
+    parts = [jnp.where(head % heads_per_row == i, q, 0) for i in range(heads_per_row)]
     padding = jnp.zeros((*q.shape[:3], row_size - heads_per_row * q.shape[3]), q.dtype)
-    return jnp.concatenate([*(jnp.where(own, q, 0) for own in is_own), padding], axis=3)
+    return jnp.concatenate([*parts, padding], axis=3)
 
 
 def take_own_heads(
-    out: Float[Array, "P T H _"], rows: int, heads_per_row: int, value_dim: int
-) -> Float[Array, "P T H Dv"]:
-    """Take the part of each query's own head from a weighted sum of rows of values."""
+    out: Float[Array, "P _ X W"], heads_per_row: int, value_dim: int
+) -> Float[Array, "P _ X Dv"]:
+    """Cut the value of each query's own head out of weighted sums of rows.
+
+    The X queries of a row are in the order of the row's heads.
+    """
     if out.shape[3] == value_dim:
         return out
-    is_own = _is_own_head(out.shape[2], rows, heads_per_row)
-    found, *others = jnp.split(out[..., : heads_per_row * value_dim], heads_per_row, axis=3)
-    for own, head in zip(is_own[1:], others, strict=True):
-        found = jnp.where(own, head, found)
-    return found
-
-
-def _is_own_head(heads: int, rows: int, heads_per_row: int) -> list[Bool[Array, "1 1 H 1"]]:
-    """Return, for each head of a row, a mask of the query heads that attend to this head."""
-    own = jnp.arange(heads)[None, None, :, None] // (heads // (rows * heads_per_row))
-    return [own % heads_per_row == i for i in range(heads_per_row)]
+    own = [
+        queries[..., i * value_dim : (i + 1) * value_dim]
+        for i, queries in enumerate(jnp.split(out, heads_per_row, axis=2))
+    ]
+    return jnp.concatenate(own, axis=2)

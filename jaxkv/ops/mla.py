@@ -46,8 +46,3 @@ class ValueSlice:
 
 Values = Stored | ValueSlice
 """Stored values of a layer, or a slice of the keys in place of values."""
-
-
-def value_dim(v: Values) -> int:
-    """Return the size of a value."""
-    return v.last - v.first if isinstance(v, ValueSlice) else v.shape[-1]

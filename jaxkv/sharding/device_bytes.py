@@ -12,9 +12,8 @@ import numpy as np
 from jaxkv.cache import Cache, split
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count
-from jaxkv.kv.buffers import Buffers, axes_of_queries, shardable_sizes
+from jaxkv.kv.buffers import Buffers, HeadSizes, axes_of_queries, shardable_sizes
 from jaxkv.kv.cells import Cells
-from jaxkv.ops.mla import value_dim
 from jaxkv.sharding.make import shardings
 
 if TYPE_CHECKING:
@@ -162,19 +161,21 @@ def _softmax_bytes(
     if not isinstance(part.buffers, Buffers):
         return 0
 
-    n = part.buffers.heads_per_row
-
-    def of_layer(k: Stored, v: Values) -> int:
+    def of_layer(k: Stored, v: Values, sizes: HeadSizes) -> int:
         split = sharding_rules.split(mesh, **shardable_sizes(k, part.buffers.layers_per_array))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] == 1:
             return 0
-        rows, queries = part.table.spec.sequences // shards["streams"], heads or k.shape[1] * n
+        rows, queries = part.table.spec.sequences // shards["streams"], heads or sizes.kv_heads
         axes = axes_of_queries(sharding_rules, mesh, k, v, queries, part.buffers.layers_per_array)
         queries //= prod(mesh.shape[axis] for axis in axes)
-        return shards["cells"] * rows * queries * (value_dim(v) + 2) * 4
+        return shards["cells"] * rows * queries * (sizes.value_dim + 2) * 4
 
-    return sum(part.buffers.map_layers(of_layer))
+    layers = part.buffers.map_layers(lambda k, v: (k, v))
+    return sum(
+        of_layer(*layer, sizes)
+        for layer, sizes in zip(layers, part.buffers.head_sizes, strict=True)
+    )
 
 
 def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:

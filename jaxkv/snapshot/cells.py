@@ -30,7 +30,7 @@ from jaxkv.kv.table import CellTable
 from jaxkv.ops.head_rows import A, join_heads, split_rows
 from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import make_stored_zeros
+from jaxkv.ops.quantised import Quantised, make_stored_zeros, scale_groups
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
@@ -263,7 +263,14 @@ def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buf
     """Replace the array of each layer by heads, split from the rows that `read` returns."""
 
     def heads_of(stored: Values, head_dim: int) -> PyTree:
-        return map_arrays(lambda x: split_rows(read(x), buffers.heads_per_row, head_dim), stored)
+        def split(x: Array | LayerView, size: int) -> A:
+            return split_rows(read(x), buffers.heads_per_row, size)
+
+        if isinstance(stored, Quantised):
+            num_scales = len(scale_groups(head_dim))
+            codes, scales = split(stored.codes, head_dim), split(stored.scales, num_scales)
+            return replace(stored, codes=codes, scales=scales)
+        return map_arrays(lambda x: split(x, head_dim), stored)
 
     rows, sizes = _unstack_layers(buffers), buffers.head_sizes
     return replace(

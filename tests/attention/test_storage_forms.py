@@ -40,7 +40,7 @@ FORMS = {
     "stacked latent": {"stacked": True, "value_dim": PART},
     "rows": {"lanes": 20},  # two heads, and zeros
     "stacked rows": {"stacked": True, "lanes": 16},
-    "padded int8": {"dtype": "int8", "lanes": 12},
+    "padded int8": {"dtype": "int8", "lanes": 130},  # with a second scale, always 0
     "padded latent": {"value_dim": PART, "lanes": 12},
 }
 SIZES = {
