@@ -40,7 +40,8 @@ class CacheSpec:
     window: `Window` of all layers; None for no limit.
     rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
     states: name, shape and dtype of each state, ordered by name.
-    shard_dims: (name, dimension, number of equal parts) of each state that a mesh may split.
+    shard_dims: a tuple (name, dimension, n) for each state that a mesh may split; the dimension
+      consists of n equal blocks.
     parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
@@ -141,8 +142,8 @@ class CacheSpec:
           layers: L, the number of layers.
           states: dict from the name of each state to a `jax.ShapeDtypeStruct`, or to a tuple
             `(shape, dtype)`. The shape is that of one sequence in one layer.
-          shard_dims: dict from state names to (dimension, number of equal parts), such as (0,
-            heads), for states that a mesh may split. Other states are not split.
+          shard_dims: dict from the names of states that a mesh may split to tuples (dimension, n),
+            such as (0, heads). The dimension consists of n equal blocks.
 
         Raises:
           TypeError: If a count is not an integer, or `states` has the wrong type.

@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The only ubatch of the plan, as from `plan_step`; several ubatches raise ValueError."""
+        """The ubatch of a plan with one ubatch, such as from `plan_step`; otherwise ValueError."""
         if len(self.ubatches) != 1:
             raise ValueError(
                 f"expected a plan of one ubatch, got {len(self.ubatches)}; take each of "

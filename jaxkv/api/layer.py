@@ -274,7 +274,7 @@ def write_states(
       states: dict from the name of each state to an array `[R, E + 1, ...]`. An array contains the
         states after each of the last E + 1 valid tokens of each row, oldest first. States are cast
         to the dtype of the cache. For each state, `Ubatch.state_write_steps` returns how many
-        tokens of the row the state includes. A state after 0 tokens is not written. If E is 0, an
+        tokens of the row the state includes; for 0 tokens, the state is not written. If E is 0, an
         array `[R, ...]` is accepted too.
 
     Raises:

@@ -12,5 +12,5 @@ def colour_of(seq: int) -> str:
 
 
 def text_colour_on(colour: str) -> str:
-    """Return the colour of text on a background from the palette."""
+    """Return a readable text colour for a background colour."""
     return "#ffffff" if colour == DARK else "#000000"

@@ -1,4 +1,4 @@
-"""Beam search on the device, with W beams and hypotheses of at most n tokens."""
+"""Beam search on the device, with k beams and hypotheses of at most n tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class BeamTexts(NamedTuple):
-    """Tokens, scores and lengths of W hypotheses, as in `BeamResult`."""
+    """Tokens, scores and lengths of k hypotheses, as in `BeamResult`."""
 
-    tokens: Int32[Array, "W n"]
-    scores: Float[Array, " W"]
-    lengths: Int32[Array, " W"]
+    tokens: Int32[Array, "k n"]
+    scores: Float[Array, " k"]
+    lengths: Int32[Array, " k"]
 
 
 class BeamSearch(NamedTuple):
@@ -62,26 +62,26 @@ def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
     return BeamSearch(living, none, jnp.int32(0), jnp.int32(Reason.OK))
 
 
-def is_filled(texts: BeamTexts) -> Bool[Array, " W"]:
-    """Return which of W entries contain a hypothesis."""
+def is_filled(texts: BeamTexts) -> Bool[Array, " k"]:
+    """Return which of k entries contain a hypothesis."""
     return texts.scores != -jnp.inf
 
 
-def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
+def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " k"]:
     return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
 
 
 def select_best_texts(
     first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
 ) -> BeamTexts:
-    """Return the W best of 2 * W hypotheses by normalised score; equal scores keep their order."""
+    """Return the k best of 2 * k hypotheses by normalised score; equal scores keep their order."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
 
 
 def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
-    """Return whether an unfinished hypothesis can still become one of the W best."""
+    """Return whether an unfinished hypothesis can still become one of the k best."""
     # Scores never increase, so the present score at the most favourable length is an upper bound.
     living, steps = search.living, search.living.tokens.shape[1]
     length = jnp.where(length_penalty >= 0, steps, search.length)
@@ -95,10 +95,10 @@ def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Ar
 
 def advance_search(
     search: BeamSearch,
-    logits: Float[Array, "W V"],
+    logits: Float[Array, "k V"],
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
-) -> tuple[Int32[Array, " W"], BeamSearch]:
+) -> tuple[Int32[Array, " k"], BeamSearch]:
     """Extend beams by one token; if a logit is NaN or +inf, change only the field `reason`."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
@@ -107,7 +107,7 @@ def advance_search(
     # If no token is allowed, log_softmax is NaN; -inf ends the hypothesis.
     logprobs = jnp.where(is_filled(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
     scores = living.scores[:, None] + logprobs
-    # At most W extensions of a hypothesis are selected, in addition to those with stop tokens.
+    # At most k extensions of a hypothesis are selected, in addition to those with stop tokens.
     size = min(width + stop_tokens.size, scores.shape[1])
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
     ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
@@ -147,16 +147,16 @@ def beam(
     length_penalty: Num[ArrayLike, ""] = 1.0,
     donate: bool = False,
 ) -> BeamResult:
-    """Search for the W most probable hypotheses of at most n tokens after a prompt.
+    """Search for the k most probable hypotheses of at most n tokens after a prompt.
 
     The score of a hypothesis is the log-probability of its tokens, and the normalised score is
     `score / length ** length_penalty`. Each step extends each beam by each token of the vocabulary,
     except tokens with a logit of -inf:
 
-    - The W best extensions without a stop token are the next beams.
-    - Extensions with a stop token are finished if they are among the W best of all extensions.
+    - The k best extensions without a stop token are the next beams.
+    - Extensions with a stop token are finished if they are among the k best of all extensions.
 
-    The result has the W best of all finished hypotheses and beams of the last step, by normalised
+    The result has the k best of all finished hypotheses and beams of the last step, by normalised
     score. Equal scores are ordered by beam, then by token. The search ends after n
     tokens, or when no further token of a beam can change the result. A refused plan (for example,
     no cell is free) or a logit of NaN or +inf also ends the search, with a `reason`.
@@ -166,10 +166,10 @@ def beam(
       params: Model parameters, any pytree.
       cache: A cache in which the first beam sequence contains the prompt.
       logits: Logits of the last token of the prompt.
-      num_beams: W, the number of beams, static. Each step computes one token for each beam.
+      num_beams: k, the number of beams, static. Each step computes one token for each beam.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
-      stop_tokens: Tokens that end a hypothesis, as a list `[k]` or a set; -1 is padding.
-      sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. If 1 < S < Q, all ids must
+      stop_tokens: A list or set of tokens that end a hypothesis; -1 is padding.
+      sequences: `[k]`. Sequence ids of the beams, 0 to k - 1 by default. If 1 < S < Q, all ids must
         be in one stream. Forks of the first beam sequence replace the other beam sequences.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
@@ -183,9 +183,9 @@ def beam(
       shortened (no state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
 
     Raises:
-      ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.
+      ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not one list.
       ValueError: If `length_penalty` is not one number, or is concrete and not finite.
-      ValueError: If the number of ids is not W, or a concrete id is repeated or not in the cache.
+      ValueError: If the number of ids is not k, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or Q is below `num_beams`.
       ValueError: Outside of `jit`, if the first beam sequence is empty or the cache was donated.
@@ -298,7 +298,7 @@ def _run_search(
     cache: Cache,
     logits: Float[Array, "1 V"],
     stop_tokens: Int32[Array | np.ndarray, " n"],
-    sequences: Int32[Array | np.ndarray, " W"],
+    sequences: Int32[Array | np.ndarray, " k"],
     length_penalty: Float[Array, ""],
     *,
     num_tokens: int,
@@ -335,13 +335,13 @@ def _trim_sequences(
     cache: Cache,
     search: BeamSearch,
     found: BeamTexts,
-    sequences: Int32[Array, " W"],
+    sequences: Int32[Array, " k"],
     begins: Int32[Array, ""],
-) -> tuple[Cache, Int32[Array, " W"]]:
+) -> tuple[Cache, Int32[Array, " k"]]:
     """Replace beam sequence i by the longest cached prefix of hypothesis i, for all i."""
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
-    same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]
+    same = found.tokens[:, None] == search.living.tokens[None]  # [k, k, n]
     shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
     num_shared = jnp.max(shared, axis=1)
     cache, _ = seq_select(cache, sequences[jnp.argmax(shared, axis=1)], sequences)

@@ -70,7 +70,7 @@ def pad_queries(
 def take_own_heads(
     out: Float[Array, "P _ X W"], heads_per_row: int, value_dim: int
 ) -> Float[Array, "P _ X Dv"]:
-    """Cut the value of each query's own head out of weighted sums of rows.
+    """Return the part of each query's weighted sum of rows that belongs to the query's head.
 
     The X queries of a row are in the order of the row's heads.
     """

@@ -35,7 +35,7 @@ class PlanBuilder:
     batch: Flat batch with all positions and outputs.
     reason: Reason of each sequence before slots are chosen.
     final_reason: Reason of each sequence, including reasons found while slots are chosen.
-    expected, actual: For each sequence, either positions or numbers of cells, see `Plan`.
+    expected, actual: Fields of `Plan` for each sequence; the reason decides what they are.
     demand, available: Numbers of cells that each sequence requires and can get.
     together: Whether each sequence fits for certain in a batch without the refused sequences.
     """

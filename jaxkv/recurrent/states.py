@@ -38,7 +38,8 @@ class States:
     content: Sum of the hashes of all tokens in the state of each cell, at positions before shifts.
     layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
-    shard_dims: (name, dimension, number of equal parts) of states that a mesh may split. Static.
+    shard_dims: Static. A tuple (name, dimension, n) for each state that a mesh may split; the
+      dimension consists of n equal blocks.
     """
 
     position: Int32[Array, "Q E+1"]
