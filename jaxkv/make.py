@@ -106,8 +106,8 @@ def make_cache(
     Raises:
       TypeError: If `spec` is not a `CacheSpec`, a count is not an integer, or `dtype` is invalid.
       ValueError: If S does not divide Q, or a count is not from 1 (`max_rollback`: 0) to 2**31 - 1.
-      ValueError: If `cells` is missing for attention layers without a window, a stream has 2**30
-        cells or more, or a layer has 2**60 numbers or more.
+      ValueError: If attention layers without a window have no `cells`.
+      ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
       ValueError: If the placement is unknown, or does not support the number of cells N.
       ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
       ValueError: If the dtype has 8 bits and values are slices of the keys.

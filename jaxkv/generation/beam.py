@@ -177,8 +177,8 @@ def beam(
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. An unfinished hypothesis is cached except for its last token. A finished
-      hypothesis is cached as far as a beam of the last step has the same tokens. To continue
+      hypothesis i. An unfinished hypothesis is cached except for its last token. The first tokens
+      of a finished hypothesis are cached if a beam of the last step begins with them. To continue
       hypothesis i, compute its tokens from index `num_cached[i]` on. If beam sequence i cannot be
       shortened (no state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
 

@@ -1,7 +1,7 @@
 """Rotation of stored keys to new positions, without accumulating rounding errors.
 
-Each move of a key of 16 or 8 bits rotates the key to position 0, and rounds it to a grid. Grid
-points are at least twice the rounding error apart, so the next move finds the same grid point.
+A key of 16 or 8 bits is first rotated to position 0, and rounded to a grid. Grid points are at
+least twice the rounding error apart, so each later rotation of the key starts from the same point.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Active tiles, which have at least one visible cell: the tiles that a loop or a kernel reads.
 
-M is the number of pairs of a block of tokens and a tile. `ActiveTiles.tiles` lists all M pairs, so
-its size is fixed: other active tiles need no compilation. Tiles of `jaxkv.kv.tiles` are smaller.
+M is the number of pairs of a block of tokens and a tile. `ActiveTiles.tiles` has M entries, however
+many tiles are active, so its size is static. Tiles of `jaxkv.kv.tiles` are smaller.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Combine one function for each platform to an implementation with derivatives and `vmap`."""
+    """Make an implementation with derivatives and `vmap` from a function for each platform."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
