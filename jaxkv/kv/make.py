@@ -118,12 +118,12 @@ def choose_heads_per_row(
     """
     if dtype.itemsize == 1 or any(isinstance(layer.values, ValueSlice) for layer in heads):
         return 1
-    most = lanes // max(max(layer.head_dim, layer.value_dim) for layer in heads)
+    counts = [layer.kv_heads for layer in heads]
+    most = min(lanes // max(max(layer.head_dim, layer.value_dim) for layer in heads), *counts)
 
     def fits(n: int, count: int) -> bool:
         return count % n == 0 and (count % devices != 0 or count // n % devices == 0)
 
-    counts = [layer.kv_heads for layer in heads]
     return next(n for n in range(max(most, 1), 0, -1) if all(fits(n, count) for count in counts))
 
 
