@@ -19,7 +19,6 @@ from tests.helpers.meshes import mesh_of
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
 
-core = pytest.mark.core
 HEADS, SIZE, VALUE, QUERIES = 4, 8, 4, 8
 SPEC = CacheSpec.attention(layers=1, kv_heads=HEADS, head_dim=SIZE, value_dim=VALUE)
 SINKS = jnp.linspace(-1.0, 1.0, QUERIES)
@@ -62,7 +61,7 @@ def test_attend_and_read_kv_do_not_depend_on_lanes(name, lanes, axes):
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
-@core
+@pytest.mark.nightly
 def test_generate_does_not_depend_on_lanes():
     """Gemma 3: a hybrid cache, whose parts take a number each."""
     model = load("gemma3")

@@ -16,6 +16,7 @@ import pytest
 import jaxkv
 from tests.helpers import edit_sequences, reference_caches
 from tests.helpers.caches import GROUPS_STRIPES, Kind, cells_of, edit
+from tests.helpers.parametrize import in_lanes
 from tests.helpers.reference_cache import Oracle
 
 RANGES = [*product(range(-1, 5), range(-1, 6))]
@@ -128,8 +129,7 @@ def lives(twin, count):
             twin.update()
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", in_lanes(TWINS, core=["window-split", *[*TWINS][2:]]))
 def test_verbs_match_oracle_all_small_arguments(name):
     twin = TWINS[name]()
     count = twin.kind.sequences
