@@ -220,8 +220,9 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     # Rotation by a difference of positions does not apply the attention factor of a rope twice.
     pending = (cells.shift != 0) & ok
     by = jnp.where(pending, cells.shift, 0)
-    ropes = buffers.ropes[: len(buffers.k)]
-    head_dims = [head_dim for _, head_dim, _ in buffers.head_sizes]
+    num_arrays = len(buffers.k)
+    ropes = buffers.ropes[:num_arrays]
+    head_dims = [sizes.head_dim for sizes in buffers.head_sizes[:num_arrays]]
     start = cells.position - cells.shift
     buffers = map_kv(
         cells.sharding_rules,
@@ -278,7 +279,7 @@ def _rotate_keys(
             return scatter(x, stream, slot, join_heads(new, heads_per_row, x.shape[-1]))
 
         turned = []
-        for k, rope, head_dim in zip(keys, ropes, head_dims, strict=False):
+        for k, rope, head_dim in zip(keys, ropes, head_dims, strict=True):
             if isinstance(rope, Rope):
                 key = map_arrays(partial(read_heads, head_dim), k)  # [CHUNK, K, D]
                 key = rotate_keys(key, begin, begin + turns, rope)

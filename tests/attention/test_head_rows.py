@@ -106,18 +106,18 @@ def test_default_lanes_depend_on_platform_and_devices():
     assert default_lanes(None, "tpu") == default_lanes(1, "gpu") == 1  # eight devices, no mesh
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(64, {2: 128, 4: 128}), (80, {2: 128, 4: 128})])
-def test_default_rows_are_those_of_the_mesh(monkeypatch, size, sizes):
+@pytest.mark.parametrize(
+    ("size", "tensor", "rows"), [(64, 2, 2), (64, 4, 4), (80, 2, 4), (80, 4, 4)]
+)
+def test_default_rows_are_those_of_the_mesh(monkeypatch, size, tensor, rows):
     """Shapes of a maker without the mesh equal those of a cache on the mesh."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     make = partial(make_cache, CacheSpec.attention(layers=1, kv_heads=4, head_dim=size), cells=8)
     assert jax.eval_shape(make).buffers.k[0].shape == (1, 4, 8, size)  # devices without a mesh
-    for tensor, row_size in sizes.items():
-        mesh = mesh_of(tensor=tensor)
-        shapes = sharding.shapes(make, mesh, sharding.ShardingRules())
-        chex.assert_trees_all_equal_shapes_and_dtypes(shapes, make(mesh=mesh))
-        rows = 2 if (size, tensor) == (64, 2) else 4
-        assert shapes.buffers.k[0].shape == (1, rows, 8, row_size)
+    mesh = mesh_of(tensor=tensor)
+    shapes = sharding.shapes(make, mesh, sharding.ShardingRules())
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, make(mesh=mesh))
+    assert shapes.buffers.k[0].shape == (1, rows, 8, 128)
 
 
 def test_fit_mesh_and_messages_count_heads_not_rows():
