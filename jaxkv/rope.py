@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.core.array_utils import stack_unfused
+
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Float, Int
 
@@ -235,7 +237,7 @@ def _rotate(
     # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.
     both = -1 if rope.interleaved else -2
     cos, sin = (rope.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
-    cos, sin = jnp.expand_dims(cos, both), jnp.stack([-sin, sin], axis=both)
+    cos, sin = jnp.split(stack_unfused([cos, -sin, sin], both), [1], axis=both)
     turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
     ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if rope.interleaved else (2, pairs)))
     turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)

@@ -90,6 +90,15 @@ def take_rows(
     return jnp.concatenate(parts)[index]
 
 
+def stack_unfused(arrays: Sequence[Shaped[Array, "*n"]], axis: int) -> Shaped[Array, " ..."]:
+    """Stack arrays; on a CPU, the loops that read the result do not compute it again."""
+    # XLA fuses no concatenation into the loops that read it. The barrier keeps XLA from replacing a
+    # slice of the concatenation by the sliced array.
+    return jax.lax.platform_dependent(
+        jnp.stack(arrays, axis), cpu=jax.lax.optimization_barrier, default=lambda x: x
+    )
+
+
 def next_power_of_two(count: int) -> int:
     """Round an integer up to a power of two (at least 1), so that fewer shapes are compiled."""
     return 1 << max(count - 1, 0).bit_length()

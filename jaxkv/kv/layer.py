@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
-from jaxkv.core.array_utils import is_traced
+from jaxkv.core.array_utils import is_traced, stack_unfused
 from jaxkv.core.partitioning import (
     AxisPartition,
     broadcast_from_owner,
@@ -96,7 +96,7 @@ def attend(
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     arrays = new, q, options, added, visible_until
-    layer_written = table.written[:, layer]
+    layer_written = _layer_history(table, layer)
     layer_written, layer_kv, out = _attend_layer(
         table, ubatch, layer_kv, layer_written, *arrays, causal, implementation, sizes
     )
@@ -120,7 +120,8 @@ def write_kv(
     """Implement `jaxkv.write_kv` for attention layers."""
     layer_kv, sizes = _get_layer_kv(buffers, layer)
     new = _check_kv(ubatch, sizes, k, v)
-    layer_written, layer_kv = _write_layer(table, ubatch, layer_kv, table.written[:, layer], new)
+    layer_written = _layer_history(table, layer)
+    layer_written, layer_kv = _write_layer(table, ubatch, layer_kv, layer_written, new)
     return _with_layer_history(table, layer, layer_written), buffers.with_layer(layer, *layer_kv)
 
 
@@ -136,8 +137,14 @@ def read_kv(
     """Implement `jaxkv.read_kv` for attention layers."""
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     layer_kv, sizes = _get_layer_kv(buffers, layer)
-    layer_written = table.written[:, layer]
+    layer_written = _layer_history(table, layer)
     return _visible_kv(table, ubatch, layer_kv, layer_written, visible_until, causal, sizes)
+
+
+def _layer_history(table: Cells, layer: int | jax.Array) -> jax.Array:
+    """Return `table.written[:, layer]`."""
+    # XLA on CPUs compiles equal loops once. A loop that slices `written` differs in each layer.
+    return stack_unfused([table.written[:, layer], table.history[:, 1]], 1)[:, 0]
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, layer_written: jax.Array) -> C:

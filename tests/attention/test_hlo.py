@@ -114,3 +114,26 @@ def test_step_layers_hash_nothing(name):
         return compiled.as_text().count(" xor(")
 
     assert mixes(1) == mixes(3) > 0
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_layers_share_compiled_loops(tokens):
+    """XLA compiles equal fusions once; only small ones, which slice the table, differ in layers."""
+    rope, make = jaxkv.Rope.make(8, base=10000.0), partial(cells, streams=1)
+
+    def step(cache, ubatch, x, layers):
+        cache = jaxkv.apply(cache, ubatch)
+        for layer in range(layers):
+            q = rope.rotate(x, ubatch.positions)
+            cache, out = jaxkv.attend(cache, layer, ubatch, q, q, x)
+            x = x + out
+        return cache, x
+
+    def distinct_loops(layers):
+        cache = jax.eval_shape(partial(make, layers=layers, cells=256))
+        (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
+        x = jax.ShapeDtypeStruct((*ubatch.valid.shape, 2, 8), jnp.float32)
+        program = jax.jit(partial(step, layers=layers)).lower(cache, ubatch, x).compile()
+        return sum(fusion.count("\n") > 8 for fusion in hlo.distinct_fusions(program))
+
+    assert distinct_loops(3) == distinct_loops(6) > 0

@@ -36,6 +36,16 @@ def large_moves(compiled, at_least):
     return found
 
 
+def distinct_fusions(compiled):
+    """Return the texts of the fused computations, without names and metadata."""
+    text = compiled.as_text()
+    fused = {m[1] for m in re.finditer(r" fusion\(.*calls=%?([\w.-]+)", text)}
+    blocks = {
+        re.match(r"%?([\w.-]+)", block)[1]: block for block in re.split(r"\n(?=%|ENTRY)", text)
+    }
+    return {_without_names(blocks[name]) for name in fused}
+
+
 def collectives(compiled):
     """List transfers between devices: the instruction, and the bytes of its result."""
     found = []
@@ -47,6 +57,12 @@ def collectives(compiled):
                 arrays = arrays[len(arrays) // 2 :]
             found.append((name, sum(map(_bytes, arrays))))
     return found
+
+
+def _without_names(block):
+    _, _, body = re.sub(r", metadata=\{.*?\}", "", block).partition("{\n")
+    names = {}
+    return re.sub(r"%[\w.-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), body)
 
 
 def _bytes(array):

@@ -57,9 +57,6 @@ PART = 64
 SPLITS = jax.__version_info__ >= (0, 12)
 """Whether `_terms_for` splits factors; XLA of jax 0.10 would convert all cells after a write."""
 
-EXACT = 1024
-"""Largest number of weights to sum with a product; for more weights, `jnp.sum` is more exact."""
-
 
 def attend_by_shapes(
     q: Float[Array, "P T H D"],
@@ -240,11 +237,8 @@ def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
 
 
 def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if weights.shape[5] <= EXACT:  # In a branch a sum takes longer than a product with ones.
-        ones = jnp.ones(weights.shape[5], weights.dtype)
-        total = jnp.einsum("pkjgtc,c->pkgt", weights, ones)
-    else:
-        total = jnp.sum(weights, axis=(2, 5))
+    # XLA would compile a product with ones in each layer, but it compiles equal sums once.
+    total = jnp.sum(weights, axis=(2, 5))
     dtype, weights = weights.dtype, weights.reshape(*weights.shape[:3], -1, weights.shape[5])
     terms = _terms_for(v, weights)
     rows = jnp.concatenate(terms, axis=3)
