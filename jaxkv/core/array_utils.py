@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -90,6 +91,7 @@ def take_rows(
     return jnp.concatenate(parts)[index]
 
 
+@partial(jax.jit, static_argnames="axis")
 def stack_unfused(arrays: Sequence[Shaped[Array, "*n"]], axis: int) -> Shaped[Array, " ..."]:
     """Stack arrays; on a CPU, the loops that read the result do not compute it again."""
     # XLA fuses no concatenation into the loops that read it. The barrier keeps XLA from replacing a

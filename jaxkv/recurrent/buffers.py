@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -21,7 +20,7 @@ from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import States
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
+    from jaxtyping import Array, PyTree, Shaped, UInt32
 
     from jaxkv.core.types import AnyMesh
     from jaxkv.recurrent.table import StateTable
@@ -33,18 +32,21 @@ Cell = tuple[jax.Array, jax.Array]
 """Stream indices and cell indices: two int32 arrays that broadcast to each other."""
 
 
-@partial(jax.jit, static_argnames="layer")
+@jax.jit
 def read_layer_states(
-    table: StateTable, layer: int, ubatch: Ubatch, arrays: dict[str, Shaped[Array, "S N ..."]]
+    table: StateTable,
+    layer_hash: UInt32[Array, "S N"],
+    ubatch: Ubatch,
+    arrays: dict[str, Shaped[Array, "S N ..."]],
 ) -> dict[str, Shaped[Array, "R ..."]]:
     """Return a layer's states before the first token of each row, by state name."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def read_on_shard(
-        table: StateTable, ubatch: Ubatch, arrays: dict[str, jax.Array]
+        table: StateTable, ubatch: Ubatch, layer_hash: jax.Array, arrays: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
         ubatch = mask_rows_of_other_devices(ubatch, streams, table.streams)
-        readable = slots.can_read_source(table, layer, ubatch)
+        readable = slots.can_read_source(table, layer_hash, ubatch)
         where = (ubatch.row_stream, ubatch.slots.source)
 
         def gather_state(array: jax.Array) -> jax.Array:
@@ -58,30 +60,31 @@ def read_layer_states(
 
     array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
     state_specs = {name: P(rows, *state_partition_axes(table, name)) for name in arrays}
-    return map_shards(table.sharding_rules, read_on_shard, (*specs, array_specs), state_specs)(
-        table, ubatch, arrays
-    )
+    in_specs = (*specs, P(streams), array_specs)
+    run = map_shards(table.sharding_rules, read_on_shard, in_specs, state_specs)
+    return run(table, ubatch, layer_hash, arrays)
 
 
-@partial(jax.jit, static_argnames="layer")
+@jax.jit
 def write_layer_states(
     table: StateTable,
-    layer: int,
+    layer_hash: UInt32[Array, "S N"],
     ubatch: Ubatch,
     states: dict[str, Shaped[Array, "R _ ..."]],
     arrays: dict[str, Shaped[Array, "S N ..."]],
-) -> tuple[StateTable, dict[str, Shaped[Array, "S N ..."]]]:
-    """Write E + 1 states of each row into a layer; return the table and the layer's new arrays."""
+) -> tuple[UInt32[Array, "S N"], dict[str, Shaped[Array, "S N ..."]]]:
+    """Write E + 1 states of each row into a layer; return the layer's new hashes and arrays."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def write_on_shard(
         table: StateTable,
         ubatch: Ubatch,
+        layer_hash: jax.Array,
         states: dict[str, jax.Array],
         arrays: dict[str, jax.Array],
-    ) -> tuple[StateTable, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         ubatch = mask_rows_of_other_devices(ubatch, streams, table.streams)
-        cells = slots.writable_cells(table, layer, ubatch)
+        cells = slots.writable_cells(table, layer_hash, ubatch)
         where = (ubatch.row_stream[:, None], cells)
 
         def put_state(array: jax.Array, state: jax.Array) -> jax.Array:
@@ -89,17 +92,17 @@ def write_layer_states(
             return array.at[where].set(new, mode="drop", unique_indices=True)
 
         arrays = jax.tree.map(put_state, arrays, states)
-        return slots.note_written(table, layer, ubatch, cells), arrays
+        return slots.layer_hash_after(table, layer_hash, ubatch, cells), arrays
 
     array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
     state_specs = {name: P(rows, None, *state_partition_axes(table, name)) for name in arrays}
     run = map_shards(
         table.sharding_rules,
         write_on_shard,
-        (*specs, state_specs, array_specs),
-        (specs[0], array_specs),
+        (*specs, P(streams), state_specs, array_specs),
+        (P(streams), array_specs),
     )
-    return run(table, ubatch, states, arrays)
+    return run(table, ubatch, layer_hash, states, arrays)
 
 
 def _layout_specs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -102,36 +101,41 @@ def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
 
-@partial(jax.jit, static_argnames="layer")
-def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
+@jax.jit
+def can_read_source(
+    states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch
+) -> Bool[Array, " R"]:
     """Return for each row whether a layer can read the state before the row's first token.
 
     The result is False if the stream of the row was edited after `apply`, if the layer has not
     written the state, or if the layer has overwritten the state.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
-    layer_stamp = states.layer_hash[layer].at[source].get(mode="fill", fill_value=0)
+    layer_stamp = layer_hash.at[source].get(mode="fill", fill_value=0)
     refused = ubatch.slots.source >= MAX_CELLS  # such rows read zeros
     return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_hash))
 
 
-@partial(jax.jit, static_argnames="layer")
-def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
+@jax.jit
+def writable_cells(
+    states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch
+) -> Int32[Array, "R pairs"]:
     """Return the cells that a layer has not written yet; other indices are past the last cell."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
-    layer_stamp = states.layer_hash[layer].at[where].get(mode="fill", fill_value=0)
+    layer_stamp = layer_hash.at[where].get(mode="fill", fill_value=0)
     writes = current_rows(states, ubatch)[:, None] & (layer_stamp != stamp)
     return jnp.where(writes, ubatch.slots.cells, out_of_range_slots(ubatch.slots.cells))
 
 
-@partial(jax.jit, static_argnames="layer")
-def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Record in the field `layer_hash` that a layer has written the given cells."""
+@jax.jit
+def layer_hash_after(
+    states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch, cells: Int32[Array, "R pairs"]
+) -> UInt32[Array, "S N"]:
+    """Return the hashes of a layer's states after the layer has written the given cells."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
-    layer_hash = states.layer_hash.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
-    return replace(states, layer_hash=layer_hash)
+    return layer_hash.at[where].set(stamp, mode="drop", unique_indices=True)
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:

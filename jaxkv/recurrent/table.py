@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
+from jaxkv.core.array_utils import stack_unfused
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count, check_shape
@@ -30,7 +31,7 @@ from jaxkv.spec import TableSpec
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
+    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped, UInt32
 
     from jaxkv.core.types import AnyMesh
 
@@ -173,7 +174,7 @@ class StateTable(States, CacheTable):
     ) -> dict[str, Shaped[Array, "R ..."]]:
         """Return a layer's states before each row, by state name."""
         self._check_layer(layer)
-        return read_layer_states(self, layer, ubatch, buffers[layer])
+        return read_layer_states(self, self._hash_of_layer(layer), ubatch, buffers[layer])
 
     def write_states(
         self,
@@ -205,8 +206,15 @@ class StateTable(States, CacheTable):
                     f"states after ubatch.state_write_steps({self.num_earlier_states + 1}) tokens"
                 )
             new[name] = state
-        table, new = write_layer_states(self, layer, ubatch, new, old)
-        return table, (*buffers[:layer], new, *buffers[layer + 1 :])
+        layer_hash, new = write_layer_states(self, self._hash_of_layer(layer), ubatch, new, old)
+        hashes = self.layer_hash
+        hashes = jnp.concatenate([hashes[:layer], layer_hash[None], hashes[layer + 1 :]])
+        return replace(self, layer_hash=hashes), (*buffers[:layer], new, *buffers[layer + 1 :])
+
+    def _hash_of_layer(self, layer: int) -> UInt32[Array, "S N"]:
+        """Return `layer_hash[layer]`."""
+        # XLA on CPUs compiles equal loops once. A loop that slices hashes differs in each layer.
+        return stack_unfused([self.layer_hash[layer], self.cell_hash], -1)[..., 0]
 
     def max_rollback(self, layer: int) -> int:
         """Return the number of earlier states, E, which is equal for all layers."""
