@@ -34,7 +34,7 @@ PROMPTS, ANSWERS = draw(5, 9), [*draw(3, 7, 0, 4)]
 
 CASES = {"tree": (TREE, None), "prompts": (ANSWERS, PROMPTS)}
 EVERY = [(name, case) for name in MODELS for case in CASES if not name.startswith("t5")]
-CORE = [("llama_tied", "tree"), ("granite_hybrid", "prompts")]
+CORE = [("granite_hybrid", "prompts")]
 
 
 def expected(forward, spec, params, texts, prompts=None):
