@@ -241,7 +241,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
 
     Raises:
       ValueError: If the layer has no states, or the buffers were donated.
-      ValueError: If the ubatch was planned for another spec, or has encoder sources.
+      ValueError: If the ubatch was planned for another `TableSpec`, or has encoder sources.
       TypeError: If the ubatch or the layer number has the wrong type, or the cache has no states.
 
     Examples:

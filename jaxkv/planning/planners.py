@@ -135,7 +135,8 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.
-      ValueError: If an argument is below 1, or `ubatch_size` exceeds that of the cache.
+      ValueError: If an argument is below 1, or `ubatch_size` exceeds the number of tokens for which
+        the cells of a window were made.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
