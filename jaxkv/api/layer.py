@@ -234,13 +234,13 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       ubatch: the tokens to compute, one row for each sequence.
 
     Returns:
-      A dict from the name of each state to the states of all rows. A state is zero for a sequence
-      without a stored state, for padding, and for a refused plan. States are NaN (integers: the
-      lowest value) for a stale ubatch. States are also NaN if the layer did not write the states of
-      the previous ubatch, or has overwritten these states.
+      A dict from the name of each state to the states of all rows, in the dtype of the spec. A
+      state is zero for a sequence without a stored state, for padding, and for a refused plan.
+      States are NaN (integers: the lowest value) for a stale ubatch. States are also NaN if the
+      layer did not write the states of the previous ubatch, or has overwritten these states.
 
     Raises:
-      ValueError: If the layer has no states, or the buffers were donated.
+      ValueError: If no layer has the number, the layer has no states, or the buffers were donated.
       ValueError: If the ubatch was planned for another `TableSpec`, or has encoder sources.
       TypeError: If the ubatch or the layer number has the wrong type, or the cache has no states.
 
@@ -264,8 +264,9 @@ def write_states(
 ) -> Cache:
     """Write the recurrent states after each of the last E + 1 tokens of each row of a ubatch.
 
-    A layer writes the states of a ubatch once; a second write has no effect. No state is written
-    for padding, for a refused plan, or for a ubatch that is stale or not applied.
+    E is the argument `max_rollback` of `make_cache`. A layer writes the states of a ubatch once; a
+    second write has no effect. No state is written for padding, for a refused plan, or for a ubatch
+    that is stale or not applied.
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).

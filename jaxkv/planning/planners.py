@@ -129,9 +129,10 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
 
     Returns:
       A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. Tokens are `[1, ubatch_size]`.
-      With several streams or recurrent states, each row has one sequence, and the tokens are
-      `[Q, max(ubatch_size // Q, 1)]`. The plan does not depend on the number of free cells. The
-      size O is the argument `outputs`, rounded up to a power of two, at least 8 and at most R * T.
+      With several streams or recurrent states, each row has one of the Q sequences of the cache,
+      and the tokens are `[Q, max(ubatch_size // Q, 1)]`. The plan does not depend on the number of
+      free cells. `Ubatch.outputs` has as many elements as the argument `outputs`, rounded up to a
+      power of two, at least 8 and at most the number of tokens.
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.

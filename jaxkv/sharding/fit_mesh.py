@@ -25,21 +25,23 @@ def fit_mesh(
     *,
     surplus: Surplus = "cells",
 ) -> tuple[AnyMesh, ShardingRules]:
-    """Return a mesh and sharding rules for a cache with fewer heads than devices.
+    """Return a mesh and sharding rules that split heads over at most as many devices as heads.
 
     Args:
       cache: cache, or its shapes from `jax.eval_shape`.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache; one axis must split the heads.
       surplus: use of the remaining devices if there are more devices than heads. "cells": the n
-        devices of a head split the cells; the number of cells must be a multiple of n, and the
-        placement `striped:n` fills the devices evenly. "replicate": the devices of a head store
-        copies of this head. "refuse": raise a ValueError.
+        devices of a head split the cells; `make_cache` raises unless the number of cells is a
+        multiple of n, and the placement `striped:n` fills the devices evenly. "replicate": the
+        devices of a head store copies of this head. "refuse": raise a ValueError.
 
     Returns:
-      The new mesh and rules. The mesh axis of heads becomes two axes; the second is named "cells"
-      or "copies". Mesh and rules are unchanged if every layer has one head, or a number of heads
-      that the number of devices on the axis of heads divides. Recurrent states are ignored.
+      The new mesh and rules. The mesh axis of heads becomes two axes. The size of the first is the
+      greatest common divisor of its number of devices and the numbers of heads of all layers with
+      several heads. The second axis has the other devices and the name "cells" or "copies". Mesh
+      and rules are unchanged if the second axis would have one device, or if no layer has several
+      heads. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.

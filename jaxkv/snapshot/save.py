@@ -39,9 +39,11 @@ def save(
       path: path of the file; by default, `save` returns bytes. An existing file is replaced, and
         links are followed.
       sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
-      tokens: token ids by sequence id, returned by `inspect`. A cache itself stores no tokens.
-      model_id: JSON value that identifies the model, compared with the `model_id` of `load`.
-      notes: JSON value for any use, returned by `inspect`.
+      tokens: token ids by sequence id, returned by `snapshot.inspect`. They are not compared with
+        the cache, which stores no tokens.
+      model_id: JSON value that identifies the model. `snapshot.load` raises if it is given another
+        `model_id`; if None, nothing is compared.
+      notes: JSON value for any use, returned by `snapshot.inspect`.
 
     Returns:
       The bytes of the snapshot; None if a path is given.

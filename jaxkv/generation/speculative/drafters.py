@@ -171,6 +171,9 @@ def prompt_lookup(
       recent: C, the number of recent tokens to search, static.
       num_branches: Maximum number of branches (distinct continuations of the last tokens), static.
 
+    Returns:
+      A drafter for `speculate`, which stores the last C tokens of each of Z sequences.
+
     Raises:
       ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
 
