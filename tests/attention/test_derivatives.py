@@ -173,7 +173,7 @@ def test_grad_of_forgotten_nan_is_unchanged():
     assert np.abs(b).max() > 1e-3
 
 
-@core
+@pytest.mark.nightly
 def test_grad_of_jit_checkpoint_and_scan_agree():
     """Here the step is traced first, and differentiated after that trace ended."""
 

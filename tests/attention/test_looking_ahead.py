@@ -41,10 +41,11 @@ def model(how, window):
 
 WINDOWS = None, Window.symmetric(SIZE), Window.sliding(SIZE)
 CASES = [*product(("visible_until", "causal=False"), WINDOWS, (1, 2))]
+CORE = CASES[2], CASES[5], CASES[7], CASES[10]
 
 
 @pytest.mark.parametrize(
-    ("how", "window", "streams"), in_lanes(CASES, fast=[CASES[0], CASES[9]], core=CASES), ids=str
+    ("how", "window", "streams"), in_lanes(CASES, fast=[CASES[0], CASES[9]], core=CORE), ids=str
 )
 def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
     forward, sees = model(how, window)

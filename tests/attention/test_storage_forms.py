@@ -168,7 +168,7 @@ LIVES = [
 
 
 @pytest.mark.parametrize(
-    "form, sizes, mode, axes", in_lanes(LIVES, core=[*LIVES[:3], LIVES[-2]]), ids=str
+    "form, sizes, mode, axes", in_lanes(LIVES, core=[LIVES[0], LIVES[2], LIVES[-2]]), ids=str
 )
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
     cache, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
@@ -189,7 +189,7 @@ def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
         told(cache, form)
 
 
-@pytest.mark.parametrize("name", in_lanes(FORMS, core=["latent", "stacked int8", "rows"]))
+@pytest.mark.parametrize("name", in_lanes(FORMS, core=["latent", "rows"]))
 def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     """Also loaded into a cache of other sizes; files do not record that layers are stacked."""
     form = FORMS[name]

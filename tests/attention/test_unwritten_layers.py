@@ -42,7 +42,7 @@ def gives_nan(saw):
 
 
 KINDS = [*caches.ALL_KINDS, caches.CODES, caches.LATENT]
-few = [SMALL, caches.TWO, SPLIT, caches.STACKED, caches.LATENT]
+few = [SMALL, SPLIT, caches.STACKED]
 
 
 @pytest.mark.parametrize("kind", in_lanes(KINDS, few), ids=str)

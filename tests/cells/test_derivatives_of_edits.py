@@ -41,8 +41,7 @@ EDITS = {
 }
 ALL = [(edit, kind) for edit in EDITS for kind in CACHES]
 CORE = [("seq_cp", "shared streams"), ("seq_select", "streams"), ("seq_select", "mesh")]
-CORE += [("shift", "bfloat16"), ("defrag", "pool"), ("seq_cp", "streams")]
-CORE += [("seq_select", "shared streams")]
+CORE += [("shift", "bfloat16"), ("defrag", "pool")]
 
 
 def with_tokens(**options):

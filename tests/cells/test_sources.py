@@ -349,7 +349,7 @@ def test_sources_beside_states():
     assert cache.seq_pos_max(range(Q)).tolist() == [1, 1, -1, -1]
 
 
-@core
+@pytest.mark.nightly
 def test_encode_prefill_and_select_on_a_mesh():
     mesh, name = mesh_of(streams=2, cells=2), "change places"
     with jax.set_mesh(mesh):

@@ -10,22 +10,23 @@ from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visibility_of
 from tests.cells.pools import FOUR, ONE, TWO, fed
 from tests.helpers.caches import Kind, assert_identical, drawing, drawn, run, think
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 SHARED = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")
 LENGTHS = (3, 4, 2, 5)
 
 over_streams = pytest.mark.parametrize("kind", [TWO, FOUR], ids=str)
+ROWS = [
+    ([[5], [6], [7], [8]], [3, 0, 2, 1]),
+    ([[5], [6]], [2, 0]),
+    ([3, 4, 5, 6, 7, 8], [2, 0, 2, 0, 0, 3]),
+]
+EVERY = [(kind, *rows) for kind in (TWO, FOUR) for rows in ROWS]
 
 
-@over_streams
 @pytest.mark.parametrize(
-    ("tokens", "sequences"),
-    [
-        ([[5], [6], [7], [8]], [3, 0, 2, 1]),
-        ([[5], [6]], [2, 0]),
-        ([3, 4, 5, 6, 7, 8], [2, 0, 2, 0, 0, 3]),
-    ],
+    ("kind", "tokens", "sequences"), in_lanes(EVERY, [EVERY[0], EVERY[4], EVERY[5]]), ids=str
 )
 def test_run_any_rows_matches_one_stream(kind, tokens, sequences):
     """Trap 38: one ubatch for any streams in any order, with logits in the order of the batch.

@@ -56,6 +56,7 @@ def test_verbs_under_jit_and_vmap_equal_calls():
         assert_identical(item(together, i), wanted)
 
 
+@pytest.mark.nightly
 def test_verbs_without_jit_equal_calls():
     args = (lived_in(SMALL), 0, 1, 1, 3)
     with jax.disable_jit():

@@ -132,7 +132,8 @@ def assert_held(cache, beams, sequences, logits_after, forward=forward, params=F
     np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", in_lanes([POOL, SPLIT], fast=[SPLIT]), ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [POOL, SPLIT], ids=str)
 def test_beam_leaves_texts_in_its_own_sequences(kind):
     cache, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])

@@ -173,7 +173,7 @@ WARMED: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("what", in_lanes(WARMED, fast=["prompts-streams", "longest"]))
+@pytest.mark.parametrize("what", in_lanes(WARMED, fast=["longest"]))
 def test_warm_up_leaves_nothing_to_compile(what):
     use = WARMED[what]()
     with counting(traces=True) as heard:

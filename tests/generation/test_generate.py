@@ -63,7 +63,13 @@ def test_generate_samples_fork_their_prompt():
         assert run([PROMPTS[i]], sampler=WARM, seed=[seed]).lists() == [out.lists()[row]]
 
 
-@pytest.mark.parametrize("seed", [3, jax.random.key(3)], ids=["number", "key"])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(3, id="number"),
+        pytest.param(jax.random.key(3), id="key", marks=pytest.mark.nightly),
+    ],
+)
 def test_generate_sample_does_not_depend_on_neighbours(seed):
     few = run(PROMPTS[:2], sampler=WARM, seed=seed, num_samples=2).lists()
     many = run(sampler=WARM, seed=seed, num_samples=3).lists()
@@ -107,6 +113,7 @@ def test_generate_full_cache_ends_texts_by_name():
         run(cache=jaxkv.make_cache(SPEC, cells=4, sequences=3))
 
 
+@pytest.mark.nightly
 def test_generate_on_mesh_same_texts():
     prompts, mesh = [*PROMPTS, [9]], mesh_of(data=2)
     with jax.set_mesh(mesh):

@@ -22,6 +22,7 @@ from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
+OUTPUTS = [("last", 2), ("known", 3), ("traced", 10)]
 
 
 @pytest.mark.core
@@ -36,8 +37,7 @@ def test_prefill_with_plan_does_not_plan_again():
         assert_raises(*row, globals() | locals())
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("case, num_outputs", [("last", 2), ("known", 3), ("traced", 10)])
+@pytest.mark.parametrize("case, num_outputs", in_lanes(OUTPUTS, core=[OUTPUTS[0], OUTPUTS[2]]))
 def test_prefill_in_jit_computes_logits_of_outputs_only(case, num_outputs):
     tokens = np.arange(10, dtype=np.int32).reshape(2, 5)
     outputs = np.zeros((2, 5), bool)
@@ -93,7 +93,7 @@ def collected_soon():
     gc.unfreeze()
 
 
-@pytest.mark.core
+@pytest.mark.nightly
 def test_program_dies_with_its_function(collected_soon):
     _, wanted, *_ = jaxkv.prefill(forward, None, filled(4), make_batch([1, 2]))
     before = len(compile_cache._kept)

@@ -149,6 +149,7 @@ def test_score_of_traced_rows_equals_that_of_lists(prompts):
     assert np.isnan(jax.jit(lambda rows: scored(TABLE, rows, prompts=prompts))(padded)[0, 1])
 
 
+@pytest.mark.nightly
 def test_score_under_transformations():
     tables = jnp.stack([TABLE, TABLE[::-1]])
     run = partial(scored, texts=ANSWERS, prompts=PROMPTS)

@@ -204,7 +204,7 @@ def test_process_interrupted_while_importing_ends_quietly(seconds):
     assert (one.returncode, out, err) == (130, "", "\n")
 
 
-@pytest.mark.core
+@pytest.mark.nightly
 def test_compiled_programs_are_stored_and_damaged_files_are_harmless(letters, tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "100"}
     del environment["JAX_COMPILATION_CACHE_DIR"]

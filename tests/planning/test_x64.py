@@ -84,7 +84,8 @@ def forward(params, cache, ubatch):
     return cache, out.reshape(-1, 8)[ubatch.outputs] @ params.T
 
 
-@pytest.mark.parametrize("draft", in_lanes(["lookup", "model"], fast=["lookup"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("draft", ["lookup", "model"])
 def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     prompts, numbers = [[1, 2, 1, 2], [3, 4, 3]], {np.dtype(np.int32), np.dtype(np.float32)}
     params = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
