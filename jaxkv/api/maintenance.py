@@ -90,7 +90,8 @@ def compact(
 ) -> EditResult:
     """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
-    If a batch is given, the rotation and the defrag are skipped as soon as the batch fits.
+    If a batch is given: nothing is done if the batch fits, and no gap is closed if it fits after the
+    rotation.
 
     Args:
       cache: any cache.

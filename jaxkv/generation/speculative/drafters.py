@@ -241,7 +241,7 @@ class DraftModel(Drafter):
         active: Bool[Array, " Z"],
         at: Int32[Array, " Z"],
     ) -> tuple[DraftModel, DraftTokens]:
-        """Run the draft model token by token; the first step also computes a missing token."""
+        """Run the draft model token by token; the first step also computes `unfed` tokens."""
         last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)

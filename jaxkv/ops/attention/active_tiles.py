@@ -37,7 +37,8 @@ class ActiveTiles(NamedTuple):
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
     tiles: Pairs as numbers, block * (tiles of a stream) + tile. Active tiles come first, by block.
-    starts: Index in `tiles` of each block's first active tile, then the number of active tiles.
+    starts: Index in `tiles` of the first active tile of each block; the last element is the number
+      of active tiles of all blocks.
     """
 
     mask: jax.Array | Visibility

@@ -31,7 +31,8 @@ class Visibility:
     streams: Stream of each list of tokens.
     at: Position of each token.
     word: Index of the word (axis 1 of `owners`) with the bit of each token's sequence.
-    bit: Word with only the bit of the token's sequence; 0 for padding, which attends to no cell.
+    bit: Word in which the bit of the token's sequence is set; 0 for padding, which attends to no
+      cell.
     window: Window of attention, static.
     causal: False if tokens attend to later tokens too, static.
     all_streams: Whether list p has stream p for each of the S streams, static.
@@ -127,7 +128,7 @@ class QueryBounds(NamedTuple):
     first: First position that the query attends to.
     last: Last position that the query attends to.
     word: Index of the word (axis 1 of `owners`) with the bit of the query's sequence.
-    bit: Word with only the bit of the query's sequence; 0 for padding.
+    bit: Word in which the bit of the query's sequence is set; 0 for padding.
     """
 
     first: Int32[Array, "*_"]
