@@ -90,8 +90,8 @@ def compact(
 ) -> EditResult:
     """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
-    If a batch is given: nothing is done if the batch fits, and no gap is closed if it fits after the
-    rotation.
+    If a batch is given, nothing is done if the batch fits, and no gap is closed if the batch fits
+    after the rotation.
 
     Args:
       cache: any cache.

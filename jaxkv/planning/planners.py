@@ -61,9 +61,9 @@ def init_batch(
         few shapes are compiled. Ignored with `encoder`.
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" for a
-        cache of one stream without recurrent layers. For other caches, the default is one
-        ubatch with a row for each sequence if this needs little padding and no more cells than
-        "equal"; otherwise it is "equal".
+        cache of one stream without recurrent layers. For other caches, the default is one ubatch
+        with a row for each sequence if this needs little padding and no more cells than "equal";
+        otherwise the default is "equal".
       encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads.
         The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch
         becomes one ubatch of any length. The ubatch has a row for each sequence; the rows of a

@@ -396,7 +396,7 @@ class Engine:
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
-        """Compute a chunk of the prompts; append a first token to each request whose prompt ends."""
+        """Compute a chunk of the prompts; append the first token to requests whose prompt ends."""
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
             refused = [text for text in texts if outcome.reasons[text.sequence]]

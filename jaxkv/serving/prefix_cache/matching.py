@@ -87,7 +87,8 @@ def _resumable_in_block(
 
     Mask 1 is True if the sequence can be resumed at the position. Mask 2 is True if the sequence
     has all tokens before the position. Mask 3 is False if the sequence has, at the position, a
-    token that differs from the one in `tokens`. The argument `before` is the sum of the token hashes of all earlier blocks.
+    token that differs from the one in `tokens`. The argument `before` is the sum of the token
+    hashes of all earlier blocks.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
