@@ -48,8 +48,10 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 
 def _combine_admissions(found: list[Admission]) -> Admission:
     """Return which sequences fit in every part; all parts admit sequences in the same order."""
-    fits, together, remaining = zip(*found, strict=True)
-    return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
+    fits, fits_in_one_run, remaining = zip(*found, strict=True)
+    return Admission(
+        fits=_all(fits), fits_in_one_run=_all(fits_in_one_run), num_remaining=_smallest(remaining)
+    )
 
 
 def _with_part_tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:

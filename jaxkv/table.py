@@ -47,12 +47,12 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    together: Like `fits`, but with contiguous placement only the longest free run is used.
+    fits_in_one_run: Like `fits`, but with contiguous placement only the longest free run is used.
     num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
     fits: Bool[Array, " Q"]
-    together: Bool[Array, " Q"]
+    fits_in_one_run: Bool[Array, " Q"]
     num_remaining: Int32[Array, " Q"]
 
 

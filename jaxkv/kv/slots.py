@@ -77,7 +77,7 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
     """Return which sequences fit; sequences with a smaller demand get usable cells first."""
     # With a window all sequences fit, since each ubatch evicts cells when it is placed. With
-    # contiguous placement, `fits` ignores fragmentation, and `together` uses the longest run.
+    # contiguous placement, `fits` ignores fragmentation.
     open_cells = usable_cells(cells)
     num_usable = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:

@@ -37,7 +37,7 @@ class PlanBuilder:
     final_reason: Reason of each sequence, including reasons found while slots are chosen.
     expected, actual: Fields of `Plan` for each sequence; the reason decides what they are.
     demand, available: Numbers of cells that each sequence requires and can get.
-    together: Whether each sequence fits for certain in a batch without the refused sequences.
+    fits_in_one_run: Whether each sequence fits for certain, if the refused sequences are omitted.
     """
 
     table: CacheTable
@@ -48,7 +48,7 @@ class PlanBuilder:
     final_reason: Int32[Array, " Q"]
     demand: Int32[Array, " Q"]
     available: Int32[Array, " Q"]
-    together: Bool[Array, " Q"]
+    fits_in_one_run: Bool[Array, " Q"]
 
 
 @jit_table
@@ -80,13 +80,13 @@ def check_batch(
     # Refused sequences require no cells. If a sequence is out of cells, `actual` is the number of
     # remaining cells.
     if batch.shared_with is None:
-        fits, together, remaining = table.find_fitting_sequences(
+        fits, fits_in_one_run, remaining = table.find_fitting_sequences(
             jnp.where(reason == Reason.OK, demand, 0)
         )
     else:
         root, demand = num_required_cells(ids, ranks[0], reason == Reason.OK, batch)
         demand, *room = demand[root], *table.find_fitting_sequences(demand)
-        fits, together, remaining = (x[root] for x in room)
+        fits, fits_in_one_run, remaining = (x[root] for x in room)
     reason = jnp.where(fits, reason, Reason.OUT_OF_CELLS)
     return PlanBuilder(
         table=table,
@@ -97,7 +97,7 @@ def check_batch(
         final_reason=reason,
         demand=demand,
         available=remaining,
-        together=together,
+        fits_in_one_run=fits_in_one_run,
     )
 
 

@@ -79,7 +79,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
     reason, is_placement_fault = builder.final_reason, builder.final_reason != builder.reason
     ok = jnp.all(reason == Reason.OK)
     # The sequences that are not refused have enough cells, but perhaps in too short runs.
-    is_fragmented = ~ok & (reason == Reason.OK) & ~builder.together
+    is_fragmented = ~ok & (reason == Reason.OK) & ~builder.fits_in_one_run
     reason = jnp.where(is_fragmented, Reason.FRAGMENTED, reason)
     return Plan(
         ubatches=(),

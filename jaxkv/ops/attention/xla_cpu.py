@@ -27,34 +27,34 @@ from jaxkv.ops.quantised import Quantised, Stored
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
-FEW = 0.4
+TILE_LOOP_FRACTION = 0.4
 """Fraction of active tiles below which a loop over active tiles is faster than reading all."""
 
-SMALL = 4
+MAX_TILES_AT_ONCE = 4
 """Largest number of tiles of all lists together for which all cells are always read at once."""
 
-LARGE = 16
+MAX_TOKENS_AT_ONCE = 16
 """Largest number of tokens of a list for which all cells may be read at once."""
 
 MIN_TOKENS_BY_TILE = 8
 """Smallest number of tokens of a list for which tiles are read singly if logits exceed 8 MB."""
 
-LOGITS = 1 << 23
+MAX_LOGIT_BYTES = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
-HUGE = 1 << 17
+LONG_STREAM = 1 << 17
 """Smallest number of cells of a stream for which the limit MIN_TOKENS_BY_TILE is 2."""
 
-THIN = 32
+MAX_QUERIES = 32
 """Largest number of queries of a key head for which cells are cut into parts."""
 
-PRODUCTS = 384
+MAX_PRODUCTS = 384
 """Number of independent products that occupies all cores; cells are not cut into more parts."""
 
-PART = 64
+MIN_PART = 64
 """Smallest number of cells of a part."""
 
-SPLITS = jax.__version_info__ >= (0, 12)
+CAN_SPLIT_FACTORS = jax.__version_info__ >= (0, 12)
 """Whether `_terms_for` splits factors; XLA of jax 0.10 would convert all cells after a write."""
 
 
@@ -71,11 +71,11 @@ def attend_by_shapes(
     if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
     live, mask = find_active_tiles(visibility), compute_mask(visibility)
-    if live.tiles.size <= SMALL:
+    if live.tiles.size <= MAX_TILES_AT_ONCE:
         return attend_by_mask(q, k, v, mask, options, compute_bias(visibility))
     # Mask and tiles are arguments, because each layer would compute them again inside a branch.
     sums = jax.lax.cond(
-        live.num_active_tiles < FEW * live.tiles.size,
+        live.num_active_tiles < TILE_LOOP_FRACTION * live.tiles.size,
         lambda q, live, _: add_tiles_one_by_one(q, k, v, live, options, add_cells),
         lambda q, _, mask: attend_packed(q, k, v, mask, options, compute_bias(visibility)),
         *(group_queries(options.scale_queries(q), k.shape[1]), live, mask),
@@ -183,8 +183,8 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
     """Return whether computing the logits of all cells takes longer than a loop over tiles."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
-    several = tokens >= MIN_TOKENS_BY_TILE or (tokens > 1 and k.shape[2] >= HUGE)
-    return tokens > LARGE or (several and logits > LOGITS)
+    several = tokens >= MIN_TOKENS_BY_TILE or (tokens > 1 and k.shape[2] >= LONG_STREAM)
+    return tokens > MAX_TOKENS_AT_ONCE or (several and logits > MAX_LOGIT_BYTES)
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
@@ -198,7 +198,12 @@ def _split_cells(x: jax.Array, queries: int) -> jax.Array:
     # A CPU assigns whole products to its cores, so a few products with few queries use only one
     # core.
     products, parts, size = x.shape[0] * x.shape[1], 1, x.shape[2]
-    while queries <= THIN and products * parts < PRODUCTS and size % 2 == 0 and size >= 2 * PART:
+    while (
+        queries <= MAX_QUERIES
+        and products * parts < MAX_PRODUCTS
+        and size % 2 == 0
+        and size >= 2 * MIN_PART
+    ):
         parts, size = 2 * parts, size // 2
     return x.reshape(*x.shape[:2], parts, size, x.shape[3])
 
@@ -209,7 +214,7 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     # prevents the compiler from swapping the factors. With many queries J is 1, and a product with
     # the axis of size J would take twice as long as without.
     dtype = softmax_dtype(q)
-    if q.shape[2] > THIN:
+    if q.shape[2] > MAX_QUERIES:
         logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
         return logits[:, :, None]
     terms = _terms_for(k, q)
@@ -222,7 +227,12 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
     """Return whether `_terms_for` uses bfloat16 for an array of this dtype with `rows` rows."""
     dtypes = jnp.float32, jnp.bfloat16
-    return SPLITS and cells.dtype == jnp.bfloat16 and dtype in dtypes and rows <= THIN
+    return (
+        CAN_SPLIT_FACTORS
+        and cells.dtype == jnp.bfloat16
+        and dtype in dtypes
+        and rows <= MAX_QUERIES
+    )
 
 
 def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:

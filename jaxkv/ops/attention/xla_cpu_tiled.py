@@ -53,7 +53,7 @@ def attend_by_shapes(
         find_active_tiles(lone_visibility),
         find_active_tiles(shared_visibility),
     )
-    few = xla_cpu.FEW * lone_tiles.tiles.size
+    few = xla_cpu.TILE_LOOP_FRACTION * lone_tiles.tiles.size
     packed_q = group_queries(options.scale_queries(q), k.shape[1])
     narrow = k.dtype.itemsize < 4  # products of single tokens convert cells
     # Keys and values are converted, or copied out of all layers, for a few tiles at a time.
