@@ -40,7 +40,7 @@ EDITS = {
     "defrag": defrag,
 }
 ALL = [(edit, kind) for edit in EDITS for kind in CACHES]
-CORE = [("seq_cp", "shared streams"), ("seq_select", "streams"), ("seq_select", "mesh")]
+CORE = [("seq_cp", "shared streams"), ("seq_select", "streams")]
 CORE += [("shift", "bfloat16"), ("defrag", "pool")]
 
 

@@ -129,7 +129,7 @@ def lives(twin, count):
             twin.update()
 
 
-@pytest.mark.parametrize("name", in_lanes(TWINS, core=["window-split", [*TWINS][-1]]))
+@pytest.mark.parametrize("name", in_lanes(TWINS, core=["window-split"]))
 def test_verbs_match_oracle_all_small_arguments(name):
     twin = TWINS[name]()
     count = twin.kind.sequences

@@ -301,7 +301,7 @@ def best(source, text, count):
     return text[-count:]
 
 
-@core
+@pytest.mark.nightly
 def test_decode_and_beam_with_sources_say_as_the_formula():
     cache, logits, state, first = begun([0], [0])
     after, _, *_ = picked = jaxkv.decode(forward, WEIGHTS, cache, state, num_tokens=4, sampler=BEST)

@@ -38,7 +38,8 @@ def test_verbs_match_oracle_of_one_pool():
     run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False), runs=15, steps=20)
 
 
-@pytest.mark.parametrize("kind", in_lanes([WIDE_TILES, GROUPS_STRIPES], [WIDE_TILES]), ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=str)
 def test_verbs_match_oracles_in_rows(kind):
     """All ubatches have one shape, to limit compilation."""
     run(lambda: Verbs(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)

@@ -99,6 +99,7 @@ def test_generate_continues_cache_and_leaves_it():
     assert out.cache.seq_pos_max([0, 1]).tolist() == ends
 
 
+@pytest.mark.nightly
 def test_generate_drafter_same_texts():
     out = run(drafter=generation.prompt_lookup(PROMPTS, ngram=1))
     assert out.lists() == run().lists()

@@ -206,7 +206,8 @@ LOOPS_OF_SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("loop", in_lanes(LOOPS_OF_SAMPLERS, core=["begin"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("loop", LOOPS_OF_SAMPLERS)
 def test_samplers_of_equal_fields_share_no_program(loop):
     """JAX compares their fields and not their types; only `begin` runs: others take 50 MB each."""
     cache = filled(3, kind=SPLIT)

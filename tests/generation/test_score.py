@@ -116,13 +116,8 @@ def test_trie_of_a_long_chain_has_few_levels():
         assert tokens[row[row >= 0]].tolist() == text[: 20 * (i + 1)].tolist()
 
 
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        pytest.param(None, id="texts"),
-        pytest.param(PROMPTS, id="prompts", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("prompts", [None, PROMPTS], ids=["texts", "prompts"])
 def test_score_of_traced_rows_equals_that_of_lists(prompts):
     texts = [text or [3] for text in ANSWERS]
     padded = -np.ones((4, 9), np.int32)

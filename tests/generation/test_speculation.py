@@ -18,6 +18,7 @@ from tests.helpers.caches import SMALL, SPLIT, VOCABULARY, Kind, attention_cache
 from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
+HELD = [((),), ((1,),), ((2, 4),)]
 WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("tree", 1.0)]
 
 
@@ -117,7 +118,7 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
-@pytest.mark.parametrize("kind, temperature", in_lanes(WAYS_TO_DRAW, fast=WAYS_TO_DRAW[:2]))
+@pytest.mark.parametrize("kind, temperature", in_lanes(WAYS_TO_DRAW, fast=WAYS_TO_DRAW[:1]))
 def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     count, rounds, each = 256, 16, 1 + (kind == "tree")
     sampler, cache = make_sampler(temperature=temperature), tiny.table_cache(count, each=each)
@@ -164,7 +165,7 @@ def test_speculate_guess_that_ends_a_text_is_accepted():
         assert made.num_accepted.tolist() == [tokens.index(stop) + 1] == [len(texts(made)[0])]
 
 
-@pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "other sequence"])
+@pytest.mark.parametrize("held", in_lanes(HELD, HELD[2:]), ids=["empty", "short", "other sequence"])
 def test_draft_model_of_another_text_guesses_nothing(held):
     cache = filled(4)
     state = begun(cache, tokens=[1])
@@ -181,6 +182,7 @@ def half_right(params, cache, ubatch):
     return cache, jnp.where(sequences[:, None] == 0, logits, -logits)
 
 
+@pytest.mark.nightly
 def test_draft_model_goes_on_where_a_text_pauses():
     cache = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
     draft = generation.draft_model(half_right, None, cache, batch_size=2, num_draft_tokens=3)

@@ -139,11 +139,14 @@ SMALL = dict.fromkeys(LLAMAS, dict(cells=128, ubatch_size=20, max_rollback=4))
 SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 FAST = ("llama_tied", Way(20))
-CORE = [(name, WHOLE) for name in ("deepseek_v2_groups", "gemma3", "t5_tied", "gpt_oss")]
+CORE = [(name, WHOLE) for name in ("deepseek_v2_groups", "gemma3", "t5_tied")]
 CORE += [("qwen3_next", FIRST)]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
-    *[(name, WHOLE) for name in ("granite_hybrid_experts_rope", "recurrent_gemma", "lfm2")],
+    *[
+        (name, WHOLE)
+        for name in ("granite_hybrid_experts_rope", "recurrent_gemma", "lfm2", "gpt_oss")
+    ],
     ("gemma3", Way(4)),
     ("gemma3", Way(1, streams=4, full_windows=True)),
     ("t5_gated", Way(16)),

@@ -18,7 +18,6 @@ from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, si
 from tests.generation.tiny import forward, load
 from tests.helpers import caches
 from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
-from tests.helpers.parametrize import in_lanes
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
@@ -103,7 +102,8 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
         assert ubatch.tokens.shape == (3, tokens)
 
 
-@pytest.mark.parametrize("name", in_lanes(["split", "window", "hybrid"], core=["split"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["split", "window", "hybrid"])
 def test_padded_rows_of_ragged_prompts_equal_rows_of_equal_lengths(name):
     if name == "hybrid":
         model = load("granite_hybrid")

@@ -10,6 +10,7 @@ from jaxkv import PlanRefusedError, Reason, make_batch
 from tests.helpers import caches
 from tests.helpers.caches import GROUPS, SMALL, WINDOW, assert_identical, drawing, drawn, run, think
 from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 
 core = pytest.mark.core
 
@@ -125,8 +126,11 @@ def test_init_batch_traced_sets_match_known_ones():
         assert not refused.ok and refused.reason[seq] == reason
 
 
-@core
-@pytest.mark.parametrize(("kind", "size"), [(WINDOW, 8), (GROUPS, 3)], ids=["window", "groups"])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    in_lanes([(WINDOW, 8), (GROUPS, 3)], core=[(GROUPS, 3)]),
+    ids=["window", "groups"],
+)
 def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
     """A prompt of two sequences, a tree after it, a cut, and another tree."""
     rng = np.random.default_rng(1)

@@ -18,6 +18,7 @@ from jaxkv.window import Window
 from tests.helpers import caches
 from tests.helpers.caches import RUNS, SMALL, SPLIT, assert_identical, attention_cache, drawn
 from tests.helpers.edit_sequences import StateKind, compute, planned, tell
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
@@ -161,7 +162,7 @@ def test_commitment_is_stale_after_an_edit():
         assert_identical(jaxkv.apply(edited, plan), edited)
 
 
-@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("window", in_lanes([0, 1], fast=[0]))
 def test_commitment_stale_in_one_part_changes_no_part(window):
     sizes = dict(layers=1, kv_heads=caches.HEADS, head_dim=caches.SIZE, rope=caches.ROPE)
     make = partial(attention_cache, **sizes)
