@@ -54,8 +54,9 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       seq: a sequence id, or a list of sequence ids. None or -1 means every sequence. A traced id
         out of range has no effect, and `ok` is True.
       p0: first position to remove; -1 means 0.
-      p1: one past the last position to remove; None or -1 means no end, and 0 means an empty range.
-        If a traced `p0` or `p1` is below -1, the cache is unchanged, and `ok` is False.
+      p1: one past the last position to remove; None or -1 means no end (-1 in a list), and 0 means
+        an empty range. If a traced `p0` or `p1` is below -1, the cache is unchanged, and `ok` is
+        False.
 
     Returns:
       The next cache, and the flag `ok` for each range. Several ranges are removed in order.
@@ -109,6 +110,8 @@ def seq_cp(
     copy to another stream copies keys and values, and replaces all old tokens of the target.
     Several targets in one other stream share one copy. Recurrent states and the encoder source of a
     target are replaced, unless the range is empty.
+
+    The flag `ok` is one flag for all targets. If it is False, the cache is unchanged.
 
     - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
     - `ok` is False if no recurrent state is stored at the end of the range.
@@ -173,6 +176,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     Raises:
       ValueError: If `parents` and `sequences` are not lists of equal length.
       ValueError: If a concrete id to replace is repeated, or a concrete id is not from 0 to Q - 1.
+      TypeError: If an id is not an integer.
 
     Examples:
       Both sequences become copies of sequence 1, so the old cells of sequence 0 are free:
@@ -205,7 +209,7 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
 
     Raises:
       TypeError: If the id is not an integer.
-      ValueError: If a concrete id is not from 0 to Q - 1.
+      ValueError: If the id is a list, or a concrete id is not from 0 to Q - 1.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)

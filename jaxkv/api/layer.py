@@ -153,7 +153,8 @@ def write_kv(
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
     arguments and errors of `write_kv` are those of `attend`. Nothing is written for padding, or for
     a ubatch that is refused, stale or not applied. If the key or the value of a token in a head is
-    not finite in the dtype of the buffers, NaN is stored as the key and zero as the value.
+    not finite in the dtype of the buffers, NaN is stored as the key and zero as the value. Omit `v`
+    only in a layer whose values are slices of the keys.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)

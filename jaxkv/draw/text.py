@@ -26,7 +26,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
     Args:
       cache: any cache. If the cache is split over processes, every process must call `show`.
       width: highest number of characters in a line; None for no limit. If columns of single cells
-        do not fit, columns show runs of cells, and an additional first line shows cell indices.
+        do not fit, columns show runs of cells, and an additional first line shows cell indices. A
+        line with one column can be longer than `width`.
 
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a

@@ -56,7 +56,8 @@ def prefill(
       logits `[O, V]` belong to the n output tokens; the other rows have the sequence id -1.
 
     Raises:
-      PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
+      PlanRefusedError: If the batch is refused, see `Reason`. The input cache stays valid.
+      ValueError: If the batch is empty, or a list of tokens is empty.
       ValueError: If the plan is stale or has another number of tokens.
       ValueError: If both `plan` and `ubatch_size` are passed.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
@@ -169,7 +170,8 @@ def warm_up(
 
     Raises:
       ValueError: If no sequence id is given, or an id is not in the cache.
-      ValueError: If a size is below 1, or `ubatch_size` exceeds the ubatch size of the cache.
+      ValueError: If a size is below 1, or `ubatch_size` exceeds the number of tokens for which the
+        cells of a window were made.
 
     Examples:
       >>> compiled = []

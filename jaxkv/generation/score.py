@@ -55,7 +55,7 @@ def score(
         may contain -1 as padding at any index.
       prompts: A list of tokens for each prompt, or an array. With n texts for each prompt, text i
         follows prompt i // n.
-      spec: Spec of the new cache. The cache gets a stream for each text.
+      spec: Spec of the new cache. Each text gets a stream with the cells that it needs.
       dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
         gradient.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.

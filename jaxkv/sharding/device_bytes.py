@@ -64,7 +64,7 @@ class DeviceBytes:
         rows = [
             ("table", self.table),
             ("buffers", self.buffers),
-            ("weights", self.params),
+            ("params", self.params),
             ("in all", self.total),
             ("sent in a step", self.sent),
         ]
@@ -108,7 +108,7 @@ def device_bytes(
       on each of 4 devices
       table                         82,000 bytes
       buffers                    8,388,608 bytes
-      weights                            0 bytes
+      params                             0 bytes
       in all                     8,470,608 bytes
       sent in a step                     0 bytes
     """

@@ -51,9 +51,20 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
 
+    Returns:
+      The cache with `jax.ShapeDtypeStruct` in place of arrays; shapes are those of whole arrays.
+
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
+
+    Examples:
+      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=4, head_dim=8)
+      >>> make = lambda: make_cache(spec, cells=16, sequences=2, streams=2)
+      >>> k = sharding.shapes(make, mesh, sharding.ShardingRules()).buffers.k[0]
+      >>> k.shape, k.sharding.shard_shape(k.shape)
+      ((2, 4, 16, 8), (1, 2, 16, 8))
     """
     token = HEAD_DEVICES.set(sharding_rules.devices(mesh, "kv_heads"))
     try:

@@ -37,7 +37,7 @@ class SnapshotInfo:
 
     version, sequences: version of the snapshot format, and ids of the saved sequences.
     tokens: token ids passed to `save`, by sequence id.
-    model, notes: `model_id` and `notes` passed to `save`; None if not passed.
+    model_id, notes: values passed to `save`; None if not passed.
     cache: shapes of the cache that `load` makes; see `cache.nbytes` and `cache.table.spec`.
     arrays: dtype and shape of each array in the file, by array name.
     """
@@ -45,7 +45,7 @@ class SnapshotInfo:
     version: int
     sequences: tuple[int, ...]
     tokens: dict[int, list[int]]
-    model: Json
+    model_id: Json
     notes: Json
     cache: Cache
     arrays: dict[str, tuple[str, tuple[int, ...]]]
@@ -73,7 +73,7 @@ def inspect(source: Source) -> SnapshotInfo:
             version=VERSION,
             sequences=tuple(said["sequences"]),
             tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
-            model=said["model"],
+            model_id=said["model"],
             notes=said.get("notes"),  # older files of this version have no notes
             cache=cache,
             arrays={name: (dtype.name, shape) for name, (dtype, shape) in file.arrays.items()},

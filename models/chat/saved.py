@@ -70,10 +70,10 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
                 f"with --conversations {len(found)}."
             )
         own_model = fingerprint(model)
-        if info.model != own_model:
+        if info.model_id != own_model:
             raise ChatError(
                 f"{path}: expected a chat with {fingerprint_text(own_model)}, got one with "
-                f"{fingerprint_text(info.model)}; start with its --model."
+                f"{fingerprint_text(info.model_id)}; start with its --model."
             )
         targets = {conversation.sequence: seat for seat, conversation in enumerate(found.values())}
         kept = kept_tokens(info)

@@ -76,7 +76,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         "is": "snapshot",
         "bytes": path.stat().st_size,
         "version": info.version,
-        "model": info.model,
+        "model": info.model_id,
         "cache": {
             "sequences": spec.sequences,
             "streams": spec.streams,

@@ -30,7 +30,7 @@ def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path)
     few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
     assert few.now == undone.now and few.num_cached == undone.num_cached and not few.store.prompts
     info = snapshot.inspect(path)
-    assert info.model == fingerprint(speaker.model)
+    assert info.model_id == fingerprint(speaker.model)
     assert info.sequences == (0, 1, *(text.sequence for text in twice.store.prompts))
 
 

@@ -99,7 +99,7 @@ def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
 def test_load_into_donates_where_nothing_is_refused(saved):
     cache, data = saved
     damaged = bytes([*data[:-1], data[-1] ^ 1])
-    assert snapshot.inspect(damaged).model == {"name": "tiny"}
+    assert snapshot.inspect(damaged).model_id == {"name": "tiny"}
     with pytest.raises(ValueError, match="checksum .* the snapshot is damaged"):
         snapshot.load(damaged, into=cache, donate=True)
     full = drawn(" ".join(f"{i}{{0}}" for i in range(12)))
@@ -152,7 +152,7 @@ def test_inspect_reads_files_from_before_notes():
     with open_file(data) as file:
         said = {name: file.description[name] for name in ("cache", "sequences", "tokens", "model")}
         data = file_bytes(said, {name: file[name] for name in file.arrays})
-    assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model == "old"
+    assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model_id == "old"
     snapshot.load(data)
 
 
@@ -261,7 +261,7 @@ def test_save_follows_links_and_leaves_devices(tmp_path):
     link.symlink_to(target)
     for name in ("first", "second"):
         snapshot.save(make(), path=link, model_id=name)
-        assert snapshot.inspect(target).model == name
+        assert snapshot.inspect(target).model_id == name
     os.mkfifo(pipe)
     for use in (lambda path: snapshot.save(make(), path=path), snapshot.load, snapshot.inspect):
         for path in (pipe, tmp_path):
@@ -280,7 +280,7 @@ def test_save_on_full_disk_leaves_the_old_file(tmp_path):
             snapshot.save(make(), path=path, model_id="new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert snapshot.inspect(path).model == "old" and [*tmp_path.iterdir()] == [path]
+    assert snapshot.inspect(path).model_id == "old" and [*tmp_path.iterdir()] == [path]
 
 
 def test_save_without_safetensors_says_what_to_install(monkeypatch):

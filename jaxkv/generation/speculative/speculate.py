@@ -118,7 +118,7 @@ def speculate(
       params: Model parameters, any pytree.
       cache: The cache after the prompts. With recurrent states, `max_rollback` must be at least
         `num_draft_tokens`, and only one branch is possible.
-      state: State of each sequence, see `decode`.
+      state: State of each sequence, from `init_decode`; see `decode`.
       drafter: A `Drafter`, such as from `prompt_lookup` or `draft_model`. Each call copies the
         buffers of the drafter.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
@@ -142,8 +142,8 @@ def speculate(
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=3), cells=32)
-      >>> cache, logits, *_ = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
-      >>> state = generation.init_decode(cache, logits=logits).state
+      >>> result = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
+      >>> cache, state = result.cache, generation.init_decode(result.cache, logits=result).state
       >>> drafter = generation.prompt_lookup([[0, 1, 2, 0]])
       >>> options = dict(drafter=drafter, num_tokens=9)
       >>> out = generation.speculate(forward, jnp.eye(3), cache, state, **options)
