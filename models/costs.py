@@ -39,7 +39,8 @@ class Costs:
     """Memory of a model and its cache on each device of a mesh.
 
     mesh: sizes of the mesh axes, by name.
-    cache: `sequences`, `streams` and `cells` of the cache; `cells` is None without full attention.
+    cache: `sequences`, `streams` and `cells` of the cache; `cells` is None if no layer has full
+      attention.
     parts: memory of each kind of layer.
     splits: names of the arrays that each mesh axis splits.
     whole: bytes of replicated params, by reason.
@@ -78,7 +79,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
 
 def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
-    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if the mesh is unchanged.
+    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if the model's mesh fits.
 
     Raises a ValueError if no mesh fits the heads, or the new mesh cannot split the sizes.
     """

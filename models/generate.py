@@ -22,7 +22,7 @@ class Generated:
     decode_seconds: time after the first tokens, for `decoded` tokens, including stop tokens.
     tried: number of draft tokens; the field `accepted` is the number of accepted draft tokens.
     cells: number of cells of all streams; layers with windows have fewer cells.
-    used: number of used cells at the end.
+    used: number of used cells at the end, in the cache part with the most used cells.
     nbytes: bytes of the whole cache.
     compiles: number of programs compiled after the warm-up, expected to be 0.
     interrupted: whether an interrupt ended the texts.

@@ -18,8 +18,8 @@ class Split:
     """How a mesh may split a parameter along one dimension.
 
     axis: dimension that may be split.
-    parts: number of indivisible parts; the parameter is replicated if the number of devices does
-      not divide it.
+    parts: number of indivisible parts; the parameter is replicated if `parts` is not a multiple of
+      the number of devices.
     of: name of the parts, in the plural; the singular is without the first s that ends a word.
     with_cells: whether devices that split cells also split the parts. False for parts of heads,
       since all devices with cells of a head need the whole head.
@@ -70,7 +70,7 @@ WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
 """`Split` of a parameter that every mesh replicates."""
 
 RULES = ShardingRules(cells="cells")
-"""Rules of the command line: axis `data` splits streams, `tensor` heads and `cells` cells."""
+"""Rules of the command line: axes `data`, `tensor` and `cells` split streams, heads and cells."""
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:

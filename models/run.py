@@ -87,7 +87,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Number of tokens of each dispatch; 0 if no dispatch is necessary.
+        """Number of tokens of each text in a dispatch; 0 if no dispatch is necessary.
 
         The first token is sampled after prefill. All dispatches have the same number of tokens,
         since a shorter last dispatch would need another program.
@@ -201,7 +201,12 @@ def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeS
 
 @dataclass
 class Tally:
-    """Counts of sampled tokens (including stop tokens), draft tokens and accepted draft tokens."""
+    """Numbers of tokens after the first token of each text.
+
+    decoded: sampled tokens, including stop tokens.
+    tried, accepted: draft tokens, and accepted draft tokens.
+    interrupted: whether an interrupt ended the texts.
+    """
 
     decoded: int = 0
     tried: int = 0

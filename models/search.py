@@ -21,7 +21,7 @@ class Found:
     """Results of a beam search.
 
     texts: texts found, best text first.
-    logprobs: mean log-probability of a token, for each text.
+    logprobs: for each text, the mean log-probability of its tokens.
     prompt_seconds: time to compute the prompt.
     seconds: time of the search after the prompt.
     """
@@ -79,7 +79,7 @@ class Search:
         self.nbytes = self._cache.nbytes
 
     def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Compile the programs; call `tell` with two numbers: compiled, and in total."""
+        """Compile the programs; for the argument `tell` see `compile_all`."""
         model = self._model
         jobs, blanks = lower_steps(model, self._cache, self._plans)
         jobs.append(self._search.lower(model.params, self._cache, blanks[0]).compile)

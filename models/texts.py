@@ -13,7 +13,10 @@ with NaN or +inf, or an interrupt."""
 
 
 def finish_of(reason: int) -> Finish:
-    """Return why a text ended, from a `reason` of `DecodeState`; not for stop tokens or limits."""
+    """Return why a text ended, from a `reason` of `DecodeState`.
+
+    Do not call it for a text that ended with a stop token or at the limit of tokens.
+    """
     others: dict[int, Finish] = {
         jaxkv.Reason.OK: "no token",
         jaxkv.Reason.NONFINITE_LOGITS: "nonfinite logits",
@@ -89,7 +92,7 @@ class Writer:
         self.stream = self.tokenizer.stream()
 
     def write(self, tokens: Sequence[int]) -> int:
-        """Append tokens until the text ends; return the number of tokens that were used."""
+        """Append tokens until the text ends; return the number of tokens up to the end."""
         if self.finish is not None:
             return 0
         piece, num_taken = "", 0

@@ -112,7 +112,8 @@ _FAMILY = {
         "relative_attention_num_buckets": 32,
     },
 }
-# Older or family-specific names of keys. They take precedence, the last one if there are two.
+# Newer name of each older or family-specific key. The value of an older key replaces that of the
+# newer key; of two older keys, the last one counts.
 _OLDER = {
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     "qwen3_moe": {"num_local_experts": "num_experts"},

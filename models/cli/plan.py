@@ -68,7 +68,7 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
 
 
 def length_of(sizes: dict[str, Any]) -> int | None:
-    """Return the cells of a stream, divided by its sequences; None without full attention."""
+    """Return the number of cells for each sequence of a stream; None without full attention."""
     if sizes["cells"] is None:
         return None
     return max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)

@@ -35,7 +35,7 @@ class Config(llama.Config):
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
-    """Return the gate after a scaled SiLU, times the up projection plus 1; both are clamped."""
+    """Clamp `gate` and `up`; return `gate * sigmoid(alpha * gate) * (up + 1)`."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 

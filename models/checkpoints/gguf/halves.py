@@ -13,7 +13,7 @@ def convert_tensors(
     join_halves: Callable[[Tensor, Tensor], Tensor],
     convert: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """Join the tensors with names in `.gate` and `.up`, and convert all tensors.
+    """Join each pair of tensors named `x.gate` and `x.up`, and convert all tensors.
 
     Raises `ModelError` if one of two halves is missing, or a shape is invalid.
     """

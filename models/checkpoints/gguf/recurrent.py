@@ -76,7 +76,7 @@ _ATTENTION = {
     "attn_v.weight": "self_attn.v_proj.weight",
     "attn_output.weight": "self_attn.o_proj.weight",
 }
-# Names that end in gate and up are halves of one tensor.
+# Two tensors with names that end in `.gate` and `.up` are the halves of one tensor.
 _LAYER = {
     "mamba2": {"attn_norm.weight": "norm.weight"}
     | {name: f"mixer.{plain}" for name, plain in _MIXER.items()},
