@@ -21,7 +21,7 @@ class Generated:
     prompt_seconds: time until the first token of each text was sampled.
     decode_seconds: time after the first tokens, for `decoded` tokens, including stop tokens.
     tried: number of draft tokens; the field `accepted` is the number of accepted draft tokens.
-    cells: number of cells of all streams; layers with windows have fewer cells.
+    cells: number of cells of all streams in layers with full attention.
     used: number of used cells at the end, in the cache part with the most used cells.
     nbytes: bytes of the whole cache.
     compiles: number of programs compiled after the warm-up, expected to be 0.

@@ -86,7 +86,7 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Replace the sources of `dst` by the source of `src`, unless the range is empty."""
+        """Give the sequences `dst` the encoder source of `src`, unless the range is empty."""
         return self.seq_select(buffers, *self._parents_of_copy(src, dst, start, stop))
 
     def can_seq_cp(

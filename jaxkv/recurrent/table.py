@@ -144,7 +144,7 @@ class StateTable(States, CacheTable):
     def can_allocate(
         self, lengths: Int[np.ndarray, " Q"], at_once: int, num_shared_cells: Int[np.ndarray, " S"]
     ) -> Bool[np.ndarray, " S"]:
-        """Return True for each stream: the number of tokens does not affect the size of a state."""
+        """Return True for each stream, since states have the same size for any number of tokens."""
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 

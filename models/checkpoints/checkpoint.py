@@ -24,7 +24,7 @@ class Tensor:
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
-    def turned(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
+    def map(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
         """Return the tensor with values rearranged by the function `turn`.
 
         Raises a ValueError or IndexError if the function does not accept the shape.
@@ -34,7 +34,7 @@ class Tensor:
 
     def cut(self, parts: int) -> "Tensor":
         """Reshape the first dimension to `[parts, n]`; raise a ValueError for other lengths."""
-        return self.turned(lambda x: x.reshape(parts, -1, *x.shape[1:]))
+        return self.map(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 
 def join(tensors: Sequence[Tensor], axis: int) -> Tensor:

@@ -35,9 +35,8 @@ EPS = 1e-6
 class Routing:
     """Selection of experts.
 
-    experts: number of experts; the field `chosen` is the number selected for each token.
-    groups: number of groups of neighbouring experts; `chosen_groups` is the number selected for
-      each token.
+    experts: number of experts, of which a token selects `experts_per_token`.
+    groups: number of groups of neighbouring experts, of which a token selects `groups_per_token`.
     scores: "softmax" over all logits (V2) or "sigmoid" of each logit (V3). With "sigmoid", a
       correction is added to select experts, and a group is ranked by its two best experts instead
       of the best.
@@ -46,9 +45,9 @@ class Routing:
     """
 
     experts: int
-    chosen: int
+    experts_per_token: int
     groups: int
-    chosen_groups: int
+    groups_per_token: int
     scores: Literal["softmax", "sigmoid"]
     normalised: bool
     factor: float
@@ -61,8 +60,8 @@ class Config:
     dense: number of first layers without experts; their inner size is the field `hidden`.
     query_rank: rank of the query projection; 0 for full rank.
     rank: size of the latent.
-    straight: size of the part of a query head without rotation.
-    turned: size of the rotated part of a query head and of a key.
+    nope_dim: size of the part of a query head without rotation.
+    rope_dim: size of the rotated part of a query head and of a key.
     value_dim: size of the value of a head.
     expert_hidden: inner size of an expert.
     shared_hidden: inner size of the feed-forward part for all tokens, in layers with experts.
@@ -75,8 +74,8 @@ class Config:
     heads: int
     query_rank: int
     rank: int
-    straight: int
-    turned: int
+    nope_dim: int
+    rope_dim: int
     value_dim: int
     vocabulary: int
     eps: float
@@ -99,12 +98,12 @@ class LatentAttention(nnx.Module):
         if c.query_rank:
             self.query_down = Linear(c.width, c.query_rank, dtype, rngs)
             self.query_norm = RMSNorm(c.query_rank, EPS, dtype)
-        size = (c.heads, c.straight + c.turned)
+        size = (c.heads, c.nope_dim + c.rope_dim)
         self.query = Linear(c.query_rank or c.width, size, dtype, rngs, split=by_head(axis=0))
-        self.down = Linear(c.width, c.rank + c.turned, dtype, rngs)
+        self.down = Linear(c.width, c.rank + c.rope_dim, dtype, rngs)
         self.norm = RMSNorm(c.rank, EPS, dtype)
         heads = partial(matrix, rngs, dtype=dtype, split=by_head(axis=0))
-        self.to_keys = heads(shape=(c.heads, c.straight, c.rank))
+        self.to_keys = heads(shape=(c.heads, c.nope_dim, c.rank))
         self.to_values = heads(shape=(c.heads, c.value_dim, c.rank))
         self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
@@ -112,13 +111,13 @@ class LatentAttention(nnx.Module):
         """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output."""
         c = self.config
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
-        q, q_turned = jnp.split(q, [c.straight], axis=-1)
-        latent, turned = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
+        q, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
+        latent, k_rope = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
         turn = partial(c.rope.rotate, positions=ubatch.positions)
         # Rotated numbers come first, since a rope rotates the first numbers of a key.
-        key = jnp.concatenate([turn(turned), self.norm(latent)], axis=-1)
+        key = jnp.concatenate([turn(k_rope), self.norm(latent)], axis=-1)
         q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])
-        q = jnp.concatenate([turn(q_turned), q], axis=-1)
+        q = jnp.concatenate([turn(q_rope), q], axis=-1)
         cache, out = jaxkv.attend(
             cache,
             self.layer,
@@ -142,7 +141,7 @@ class Router(nnx.Module):
             self.correction = nnx.Param(jnp.zeros(self.routing.experts, jnp.float32))
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select experts for tokens `[n, width]`; return factors and ids, `[n, chosen]` each."""
+        """Select k experts for each token `[n, width]`; return factors and ids, `[n, k]` each."""
         r = self.routing
         # Scores are close to each other, so they are computed in float32.
         logits = linear(tokens.astype(jnp.float32), self.weight[...].astype(jnp.float32))
@@ -154,14 +153,14 @@ class Router(nnx.Module):
         if r.groups > 1:
             has_shared_streams = ranks.reshape(len(tokens), r.groups, -1)
             best, _ = jax.lax.top_k(has_shared_streams, 1 if r.scores == "softmax" else 2)
-            _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), r.chosen_groups)
+            _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), r.groups_per_token)
             kept = jnp.any(groups[..., None] == jnp.arange(r.groups)[None, None], axis=1)
             ranks = jnp.where(kept[..., None], has_shared_streams, -jnp.inf).reshape(ranks.shape)
-        _, chosen = jax.lax.top_k(ranks, r.chosen)
-        share = jnp.take_along_axis(scores, chosen, axis=-1)
+        _, expert_ids = jax.lax.top_k(ranks, r.experts_per_token)
+        share = jnp.take_along_axis(scores, expert_ids, axis=-1)
         if r.normalised:
             share = share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)
-        return share * r.factor, chosen
+        return share * r.factor, expert_ids
 
 
 class Block(nnx.Module):
@@ -205,7 +204,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     newer = checkpoint.architecture == "deepseek_v3"
-    straight, turned = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
+    nope_dim, rope_dim = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
     return Config(
         layers=c["num_hidden_layers"],
         dense=min(c["first_k_dense_replace"], c["num_hidden_layers"]),
@@ -214,18 +213,18 @@ def config_of(checkpoint: Checkpoint) -> Config:
         heads=c["num_attention_heads"],
         query_rank=c.get("q_lora_rank") or 0,
         rank=c["kv_lora_rank"],
-        straight=straight,
-        turned=turned,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
         value_dim=c["v_head_dim"],
         vocabulary=c["vocab_size"],
         eps=c["rms_norm_eps"],
         rope=replace(rope_of(checkpoint), interleaved=c["rope_interleave"]),
-        scale=(straight + turned) ** -0.5 * yarn_sharpness(checkpoint) ** 2,
+        scale=(nope_dim + rope_dim) ** -0.5 * yarn_sharpness(checkpoint) ** 2,
         routing=Routing(
             experts=c["n_routed_experts"],
-            chosen=c["num_experts_per_tok"],
+            experts_per_token=c["num_experts_per_tok"],
             groups=c["n_group"],
-            chosen_groups=c["topk_group"],
+            groups_per_token=c["topk_group"],
             scores="sigmoid" if newer else "softmax",
             normalised=c["norm_topk_prob"],
             factor=c["routed_scaling_factor"],
@@ -251,8 +250,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "query": source.linear(f"{name}.{'q_b' if c.query_rank else 'q'}_proj", parts=c.heads),
             "down": source.linear(f"{name}.kv_a_proj_with_mqa"),
             "norm": source.norm(f"{name}.kv_a_layernorm"),
-            "to_keys": half(None, c.straight),
-            "to_values": half(c.straight, None),
+            "to_keys": half(None, c.nope_dim),
+            "to_values": half(c.nope_dim, None),
             "output": source.linear(f"{name}.o_proj"),
         }
         if c.query_rank:
@@ -286,8 +285,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
     """Return the keys and values that each layer caches; `dtype` is unused."""
     del dtype
-    size = config.turned + config.rank
-    values = slice(config.turned, size)
+    size = config.rope_dim + config.rank
+    values = slice(config.rope_dim, size)
     return [Attends(kv_heads=1, head_dim=size, value_dim=values, rope=config.rope)] * config.layers
 
 

@@ -16,7 +16,7 @@ class Router(Protocol):
     """Module of a model family that selects experts."""
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select experts for tokens; return float32 factors and expert ids, `[n, chosen]` each."""
+        """Select k experts for each of n tokens; return float32 factors and ids, `[n, k]` each."""
         ...
 
 
@@ -31,7 +31,7 @@ class SoftmaxRouter(nnx.Module):
         self,
         width: int,
         count: int,
-        chosen: int,
+        experts_per_token: int,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         *,
@@ -39,18 +39,18 @@ class SoftmaxRouter(nnx.Module):
         normalised: bool = True,
     ):
         self.weight = matrix(rngs, (count, width), dtype)
-        self.chosen, self.biased, self.normalised = chosen, bias, normalised
+        self.experts_per_token, self.biased, self.normalised = experts_per_token, bias, normalised
         if bias:
             self.bias = nnx.Param(jnp.zeros(count, dtype))
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select experts for tokens `[n, width]`; return factors and ids, `[n, chosen]` each."""
+        """Select k experts for each token `[n, width]`; return factors and ids, `[n, k]` each."""
         logits = linear(tokens, self.weight[...]).astype(jnp.float32)
         if self.biased:
             logits = logits + self.bias[...][None]
-        best, chosen = jax.lax.top_k(logits, self.chosen)
+        best, expert_ids = jax.lax.top_k(logits, self.experts_per_token)
         shared = best if self.normalised else logits
-        return jnp.exp(best - jax.nn.logsumexp(shared, axis=-1, keepdims=True)), chosen
+        return jnp.exp(best - jax.nn.logsumexp(shared, axis=-1, keepdims=True)), expert_ids
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -94,33 +94,33 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the sum of the outputs of each token's experts, multiplied by factors."""
         tokens = x.reshape(-1, self.width)
-        share, chosen = self.router(tokens)
+        share, expert_ids = self.router(tokens)
         share = share.astype(x.dtype)
-        few = chosen.size <= self.count  # with few tokens, fewer weights are read
-        out = (self._by_token if few else self._by_expert)(tokens, share, chosen)
+        few = expert_ids.size <= self.count  # with few tokens, fewer weights are read
+        out = (self._by_token if few else self._by_expert)(tokens, share, expert_ids)
         if self.biased:
-            out = out + jnp.einsum("nk,nkd->nd", share, self.down_bias[...][chosen])
+            out = out + jnp.einsum("nk,nkd->nd", share, self.down_bias[...][expert_ids])
         return out.reshape(x.shape)
 
-    def _by_token(self, tokens: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
+    def _by_token(self, tokens: jax.Array, share: jax.Array, expert_ids: jax.Array) -> jax.Array:
         """Multiply each token by the matrices of its experts."""
         gate, up = (
-            jnp.einsum("nd,nkdh->nkh", tokens, weight[...][chosen])
+            jnp.einsum("nd,nkdh->nkh", tokens, weight[...][expert_ids])
             for weight in (self.gate, self.up)
         )
-        inner = self._inner(gate, up, chosen)
-        return jnp.einsum("nkh,nkhd,nk->nd", inner, self.down[...][chosen], share)
+        inner = self._inner(gate, up, expert_ids)
+        return jnp.einsum("nkh,nkhd,nk->nd", inner, self.down[...][expert_ids], share)
 
-    def _by_expert(self, tokens: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
+    def _by_expert(self, tokens: jax.Array, share: jax.Array, expert_ids: jax.Array) -> jax.Array:
         """Multiply the matrices of each expert by all of its tokens, which are sorted."""
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.count)
-        sent = tokens[order // chosen.shape[1]]
+        order = jnp.argsort(expert_ids.reshape(-1))
+        sizes = jnp.bincount(expert_ids.reshape(-1), length=self.count)
+        sent = tokens[order // expert_ids.shape[1]]
         gate, up = (jax.lax.ragged_dot(sent, weight[...], sizes) for weight in (self.gate, self.up))
-        inner = self._inner(gate, up, chosen.reshape(-1)[order])
+        inner = self._inner(gate, up, expert_ids.reshape(-1)[order])
         out = jax.lax.ragged_dot(inner, self.down[...], sizes)
         out = out * share.reshape(-1)[order][:, None]
-        return jnp.zeros_like(tokens).at[order // chosen.shape[1]].add(out)
+        return jnp.zeros_like(tokens).at[order // expert_ids.shape[1]].add(out)
 
     def _inner(self, gate: jax.Array, up: jax.Array, experts: jax.Array) -> jax.Array:
         """Add biases and apply the activation; `experts` has one id for each vector."""

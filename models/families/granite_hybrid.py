@@ -35,7 +35,7 @@ class Config:
     embedding_factor: factor of embeddings.
     residual_factor: factor of the output of each part of a layer, before the residual sum.
     logits_divisor: divisor of logits.
-    experts: number of experts, or 0; a token uses as many experts as the field `chosen` says.
+    experts: number of experts, or 0, of which a token selects `experts_per_token`.
     expert_hidden: inner size of an expert.
     """
 
@@ -54,7 +54,7 @@ class Config:
     residual_factor: float = 1.0
     logits_divisor: float = 1.0
     experts: int = 0
-    chosen: int = 0
+    experts_per_token: int = 0
     expert_hidden: int = 0
     tied: bool = True
     bias: bool = False
@@ -83,7 +83,7 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         if c.experts:
-            router = SoftmaxRouter(c.width, c.experts, c.chosen, dtype, rngs)
+            router = SoftmaxRouter(c.width, c.experts, c.experts_per_token, dtype, rngs)
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -137,7 +137,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         residual_factor=c["residual_multiplier"],
         logits_divisor=c["logits_scaling"],
         experts=experts,
-        chosen=c["num_experts_per_tok"] if experts else 0,
+        experts_per_token=c["num_experts_per_tok"] if experts else 0,
         expert_hidden=c["intermediate_size"] if experts else 0,
         tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],

@@ -28,8 +28,8 @@ class Config:
     """Configuration of Llama; other fields are in `models.families.language_model`.
 
     norms: whether query heads and key heads are normalised (Qwen 3).
-    experts: number of experts, each of inner size `hidden`; each token selects `chosen` of them. 0
-      for one feed-forward part without selection.
+    experts: number of experts, each of inner size `hidden`, of which a token selects
+      `experts_per_token`. 0 for one feed-forward part without selection.
     normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     """
 
@@ -46,7 +46,7 @@ class Config:
     bias: bool = False
     norms: bool = False
     experts: int = 0
-    chosen: int = 0
+    experts_per_token: int = 0
     normalised: bool = False
     implementation: jaxkv.ops.attention.Implementation | None = None
 
@@ -69,7 +69,7 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         if c.experts:
             router = SoftmaxRouter(
-                c.width, c.experts, c.chosen, dtype, rngs, normalised=c.normalised
+                c.width, c.experts, c.experts_per_token, dtype, rngs, normalised=c.normalised
             )
             self.feed = Experts(c.width, c.hidden, c.experts, router, dtype, rngs)
         else:
@@ -113,7 +113,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         bias=c["attention_bias"],
         norms=checkpoint.architecture in ("qwen3", "qwen3_moe"),
         experts=c["num_experts"] if selects else 0,
-        chosen=c["num_experts_per_tok"] if selects else 0,
+        experts_per_token=c["num_experts_per_tok"] if selects else 0,
         normalised=selects and c["norm_topk_prob"],
     )
 

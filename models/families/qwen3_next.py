@@ -35,7 +35,7 @@ class Config:
     key_dim: size of a query and of a key of a delta rule.
     value_dim: size of a value of a delta rule.
     kernel: number of tokens that the convolution of a delta rule reads.
-    experts: number of experts, of which `chosen` experts are selected for each token.
+    experts: number of experts, of which a token selects `experts_per_token`.
     normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     expert_hidden: inner size of an expert.
     shared_hidden: inner size of the feed-forward part for all tokens.
@@ -52,7 +52,7 @@ class Config:
     value_dim: int
     kernel: int
     experts: int
-    chosen: int
+    experts_per_token: int
     normalised: bool
     expert_hidden: int
     shared_hidden: int
@@ -137,7 +137,9 @@ class Block(nnx.Module):
         self.feed_norm = norm(c.width)
         self.feed = GatedFeed(c.width, c.shared_hidden, jax.nn.silu, dtype, rngs)
         self.feed_gate = Linear(c.width, 1, dtype, rngs)
-        router = SoftmaxRouter(c.width, c.experts, c.chosen, dtype, rngs, normalised=c.normalised)
+        router = SoftmaxRouter(
+            c.width, c.experts, c.experts_per_token, dtype, rngs, normalised=c.normalised
+        )
         self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -175,7 +177,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         value_dim=c["linear_value_head_dim"],
         kernel=c["linear_conv_kernel_dim"],
         experts=c["num_experts"],
-        chosen=c["num_experts_per_tok"],
+        experts_per_token=c["num_experts_per_tok"],
         normalised=c["norm_topk_prob"],
         expert_hidden=c["moe_intermediate_size"],
         shared_hidden=c["shared_expert_intermediate_size"],

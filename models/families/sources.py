@@ -30,7 +30,7 @@ class Sources:
         tensors = [self.checkpoint.unread(name) for name in names]
         try:
             joined = join([tensor.cut(parts) for tensor in tensors] if parts else tensors, axis)
-            return joined if turn is None else joined.turned(turn)
+            return joined if turn is None else joined.map(turn)
         except (LookupError, ValueError) as error:
             shapes = ", ".join(str(tensor.shape) for tensor in tensors)
             raise ModelError(

@@ -33,7 +33,7 @@ class Config:
     layers: number of layers of the decoder, L. In the cache, self-attention has layer numbers below
       L, and cross-attention has the next L numbers.
     buckets: number of distance buckets of the biases.
-    farthest: smallest distance that is in the last bucket, with all larger distances.
+    max_distance: distance from which on all distances are in the last bucket.
     gated: whether the feed-forward part has a gate with GELU; otherwise it has ReLU.
     scaled: whether the input of the head is divided by sqrt(width).
     start: id of the token that begins a text.
@@ -46,7 +46,7 @@ class Config:
     heads: int
     head_dim: int
     buckets: int
-    farthest: int
+    max_distance: int
     vocabulary: int
     eps: float
     gated: bool
@@ -67,12 +67,12 @@ class Distances:
     """A bias by distance: one bucket for each short distance, and logarithmic buckets for others.
 
     table: `[buckets, H]`. Bias of each bucket and head.
-    farthest: smallest distance that is in the last bucket, with all larger distances. Static.
+    max_distance: distance from which on all distances are in the last bucket. Static.
     both_ways: whether later positions have separate buckets. Static.
     """
 
     table: jax.Array
-    farthest: int = field(metadata={"static": True})
+    max_distance: int = field(metadata={"static": True})
     both_ways: bool = field(metadata={"static": True})
 
     def __call__(self, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
@@ -84,7 +84,9 @@ class Distances:
             ahead, away = jnp.where(key > query, buckets, 0), jnp.abs(query - key)
         exact = buckets // 2
         far = jnp.log(jnp.maximum(away, 1).astype(jnp.float32) / exact)
-        far = exact + (far / np.log(self.farthest / exact) * (buckets - exact)).astype(jnp.int32)
+        far = exact + (far / np.log(self.max_distance / exact) * (buckets - exact)).astype(
+            jnp.int32
+        )
         near = jnp.where(away < exact, away, jnp.minimum(far, buckets - 1))
         return self.table[ahead + near, head]
 
@@ -95,7 +97,7 @@ class Bias(nnx.Module):
     def __init__(self, config: Config, dtype: jnp.dtype, *, both_ways: bool):
         c = config
         self.table = nnx.Param(jnp.zeros((c.buckets, c.heads), dtype))
-        self.made = partial(Distances, farthest=c.farthest, both_ways=both_ways)
+        self.made = partial(Distances, max_distance=c.max_distance, both_ways=both_ways)
 
     def __call__(self) -> Distances:
         """Return the bias as a function of positions of tokens and cells."""
@@ -238,7 +240,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         heads=c["num_attention_heads"],
         head_dim=c["head_dim"],
         buckets=c["relative_attention_num_buckets"],
-        farthest=c["relative_attention_max_distance"],
+        max_distance=c["relative_attention_max_distance"],
         vocabulary=c["vocab_size"],
         eps=c["layer_norm_epsilon"],
         gated=c["feed_forward_proj"] == "gated-gelu",

@@ -71,14 +71,14 @@ def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
 def _transposed(name: str, tensor: Tensor) -> Tensor:
     """Return a matrix of experts transposed, and other tensors unchanged."""
     if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-        return tensor.turned(lambda x: x.swapaxes(1, 2))
+        return tensor.map(lambda x: x.swapaxes(1, 2))
     return tensor
 
 
 def _alternating(gate: Tensor, up: Tensor) -> Tensor:
     """Return the tensor with alternating gates and up projections along the second dimension."""
-    pairs = join([half.turned(lambda x: x[:, :, None]) for half in (gate, up)], axis=2)
-    return pairs.turned(lambda x: x.reshape(len(x), -1, *x.shape[3:]))
+    pairs = join([half.map(lambda x: x[:, :, None]) for half in (gate, up)], axis=2)
+    return pairs.map(lambda x: x.reshape(len(x), -1, *x.shape[3:]))
 
 
 def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:

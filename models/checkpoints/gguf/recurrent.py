@@ -148,12 +148,12 @@ def _one_above_the_other(gate: Tensor, up: Tensor) -> Tensor:
 
 def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:
     if name.endswith(".A_log"):
-        flat = tensor.turned(lambda x: x.reshape(-1))
+        flat = tensor.map(lambda x: x.reshape(-1))
         return Tensor(shape=flat.shape, read=lambda: np.log(-flat.read().astype(np.float32)))
     if name.endswith((".D", "mixer.norm.weight", "mamba.norm.weight")):
-        return tensor.turned(lambda x: x.reshape(-1))
+        return tensor.map(lambda x: x.reshape(-1))
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
-        return tensor.turned(lambda x: x[:, None])
+        return tensor.map(lambda x: x[:, None])
     return tensor
 
 
