@@ -47,7 +47,8 @@ def attend(
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
-      ubatch: the tokens to compute. Nothing is written for padding or a refused plan.
+      ubatch: the tokens to compute, in R rows of T tokens, with padding: `[R, T]` is the shape of
+        `ubatch.valid`. Nothing is written for padding or a refused plan.
       q: queries, already rotated by the rope of the layer. Query head h attends to key/value head
         h // (H / K).
       k: keys, already rotated by the rope of the layer. If `k` and `v` are None, nothing is

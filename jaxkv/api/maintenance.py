@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def init_update(cache: Cache) -> MaintenancePlan:
     """Plan the rotation of all shifted keys; `apply` then rotates them.
 
-    The property `pending` is the number of keys to rotate; a plan with 0 keys costs nothing to
-    apply. A stale plan has no effect (`Cache.is_current`).
+    The property `pending` `[]` int32 is the number of keys to rotate in all streams; a plan with 0
+    keys costs nothing to apply. A stale plan has no effect (`Cache.is_current`).
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -55,10 +55,11 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
         final order of cells, after repeated plans, is the same for every `max_moves`.
 
     Returns:
-      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
-      the number of cells to move. For attention, the plan has three arrays `[S, n]` int32 with an
-      entry for each run of cells to move: `source`, the first cell of the run; `destination`, the
-      new index of this cell; `length`, the number of cells. Unused entries have length 0.
+      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
+      `[]` int32 is the number of cells to move in all streams. For attention, the plan has three
+      arrays `[S, n]` int32 with an entry for each of at most n runs of cells to move: `source`, the
+      first cell of the run; `destination`, the new index of this cell; `length`, the number of
+      cells. Unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.

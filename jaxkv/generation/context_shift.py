@@ -94,10 +94,10 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    While at least `width` tokens are ungrouped, the first `width` ungrouped tokens are divided into
-    groups. Each group moves to one position, and later tokens get lower positions. Distances to far
-    tokens are then approximate; distances to near tokens are exact. Keys are rotated, not
-    recomputed. No cell becomes free.
+    The first `width` ungrouped tokens are divided into groups, and again in the same call, while at
+    least `width` tokens are ungrouped. Each group moves to one position, and later tokens get lower
+    positions. Distances to far tokens are then approximate; distances to near tokens are exact.
+    Keys are rotated, not recomputed. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
     After a grouping, positions are not unique, and `can_seq_add` is False for ranges with tokens.

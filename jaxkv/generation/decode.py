@@ -60,8 +60,8 @@ def decode(
     - A stop token is sampled; the stop token is not written to the cache.
     - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or a logit is NaN or +inf.
-    - The plan of the next token is refused, for example because no cell is free. The `Reason` is in
-      `finish_reason`. Other sequences continue, and no visible cell is overwritten.
+    - The plan of the next token is refused, for example because no cell is free. The `jaxkv.Reason`
+      is in `finish_reason`. Other sequences continue, and no visible cell is overwritten.
     - An edit changed the last cached token after the state was made (`Reason.EDITED`).
 
     Args:
@@ -75,6 +75,11 @@ def decode(
       stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[Z, n]` with a list for
         each sequence; -1 is padding.
       donate: Reuse the buffers of the input cache, see `prefill`.
+
+    Returns:
+      A `DecodeResult`. `tokens` `[Z, num_tokens]` int32 are the sampled tokens, a stop token
+      included, with -1 after the end of a sequence; `lists()` omits the padding. `finish_reason`
+      `[Z]` int32 is a `jaxkv.Reason` for each sequence.
 
     Raises:
       ValueError: If arrays of the state or the sampler are for different numbers of sequences, or

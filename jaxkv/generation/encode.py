@@ -47,12 +47,12 @@ def encode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `PrefillResult` without logits. Inside of `jit`, a refused plan does not raise: `ok` is
-      False, and the cache is unchanged, bit for bit.
+      A `PrefillResult`, in which `logits` is None. Inside of `jit`, a refused plan does not raise:
+      `ok` is False, and the cache is unchanged, bit for bit.
 
     Raises:
       PlanRefusedError: If the sources do not fit, or a sequence already has a source.
-      TypeError: If the cache has no part for encoder sources.
+      TypeError: If the cache has no part for encoder sources, or the encoder is not a function.
       ValueError: If the encoder does not return an updated cache, or the cache was donated.
 
     Examples:

@@ -87,8 +87,9 @@ def generate(
         a drafter, random samples and the counts of draft tokens depend on `tokens_per_call`.
 
     Returns:
-      A `DecodeResult`; the method `DecodeResult.lists` omits the padding of tokens. A sequence ends
-      with `Reason.OUT_OF_CELLS` if the cache has no free cell for the next token.
+      A `DecodeResult` for Z = P * num_samples sequences, as from `decode`: `lists()` returns the
+      tokens. A sequence ends with `jaxkv.Reason.OUT_OF_CELLS` in `finish_reason` if the cache has
+      no free cell for the next token.
 
     Raises:
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.

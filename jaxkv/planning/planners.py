@@ -126,7 +126,8 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     Args:
       cache: any cache, or its shapes.
       ubatch_size: largest number of tokens computed at once, see `init_batch`.
-      outputs: largest number of tokens of a ubatch that output logits; default Q.
+      outputs: largest number of tokens of a ubatch that output logits; default: number of
+        sequences.
 
     Returns:
       A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. Tokens are `[1, ubatch_size]`.

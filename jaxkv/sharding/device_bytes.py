@@ -93,7 +93,8 @@ def device_bytes(
         fully on each device.
 
     Returns:
-      A `DeviceBytes`; messages describe uneven placements, and streams or heads that are not split.
+      A `DeviceBytes` with the bytes on each device: `table`, `buffers`, `params`, `sent` and
+      `total`. Its messages describe uneven placements, and streams or heads that are not split.
 
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
