@@ -126,6 +126,10 @@ def speculate(
       stop_tokens: See `decode`.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
+    Returns:
+      A `DecodeResult`, as from `decode`. `num_model_steps`, `num_drafted` and `num_accepted` `[Z]`
+      int32 count for each sequence; `drafter` is the drafter for the next call.
+
     Raises:
       ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
       ValueError: With several branches, if the cache has recurrent states, fewer than `Z * k`
