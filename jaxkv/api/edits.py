@@ -278,10 +278,11 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
     """Divide the positions of a range of a sequence by a number, rounding down.
 
-    As in `seq_add`, the positions of shared cells change for all owners, and keys are rotated only
-    by a later update. After the division, tokens of a sequence may have equal or decreasing
-    positions. In attention layers, a division frees no cell. In recurrent layers, a division by
-    more than 1 removes the states in the range, except the current state.
+    As in `seq_add`, the positions of shared cells change for all owners, keys are rotated only by a
+    later update, and a batch of the sequence is refused before this update. After the division,
+    tokens of a sequence may have equal or decreasing positions. In attention layers, a division
+    frees no cell. In recurrent layers, a division by more than 1 removes the states in the range,
+    except the current state.
 
     `ok` is False if a traced divisor is below 1, the next token of a sequence would attend to an
     evicted cell, or the last positions of the parts of a hybrid cache would differ.

@@ -26,7 +26,8 @@ def init_update(cache: Cache) -> MaintenancePlan:
     """Plan the rotation of all shifted keys; `apply` then rotates them.
 
     The property `pending` `[]` int32 is the number of keys to rotate in all streams; a plan with 0
-    keys costs nothing to apply. A stale plan has no effect (`Cache.is_current`).
+    keys costs nothing to apply. Until the plan is applied, `init_batch` refuses a batch of a
+    sequence with shifted keys. A stale plan has no effect (`Cache.is_current`).
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -45,6 +46,7 @@ def init_update(cache: Cache) -> MaintenancePlan:
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
     """Plan the moves that bring all used cells to the front of their stream.
 
+    Used cells at the end of a stream move into the gaps, so their order may change.
     With striped placement, used cells move to the cells that the placement fills first. With tiled
     placement, whole tiles are moved; free cells in a tile stay free. States are not moved.
 

@@ -77,8 +77,9 @@ def decode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `DecodeResult`. `tokens` `[Z, num_tokens]` int32 are the sampled tokens, a stop token
-      included, with -1 after the end of a sequence; `lists()` omits the padding. `finish_reason`
+      A `DecodeResult`. `tokens` `[Z, num_tokens]` int32 are the tokens sampled in this call, a stop
+      token included, with -1 after the end of a sequence; `lists()` omits the padding. The token
+      that `init_decode` sampled is in the result of `init_decode`. `finish_reason`
       `[Z]` int32 is a `jaxkv.Reason` for each sequence.
 
     Raises:

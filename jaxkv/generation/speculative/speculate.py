@@ -127,8 +127,9 @@ def speculate(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `DecodeResult`, as from `decode`. `num_model_steps`, `num_drafted` and `num_accepted` `[Z]`
-      int32 count for each sequence; `drafter` is the drafter for the next call.
+      A `DecodeResult`, as from `decode`, without the token that `init_decode` sampled.
+      `num_model_steps`, `num_drafted` and `num_accepted` `[Z]` int32 count for each sequence;
+      `drafter` is the drafter for the next call.
 
     Raises:
       ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
