@@ -58,10 +58,10 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
-      `[]` int32 is the number of cells to move in all streams. For attention, the plan has three
-      arrays `[S, n]` int32 with an entry for each of at most n runs of cells to move: `source`, the
-      first cell of the run; `destination`, the new index of this cell; `length`, the number of
-      cells. Unused entries have length 0.
+      `[]` int32 is the number of cells that this plan moves in all streams. For attention, the plan
+      has three arrays `[S, n]` int32 with an entry for each of at most n runs of cells to move:
+      `source`, the first cell of the run; `destination`, the new index of this cell; `length`, the
+      number of cells. Unused entries have length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -93,6 +93,7 @@ def compact(
 ) -> EditResult:
     """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
+    Used cells may change their order, see `defrag_plan`.
     If a batch is given, nothing is done if the batch fits, and no gap is closed if the batch fits
     after the rotation.
 

@@ -106,6 +106,7 @@ def self_extend(
       cache: A cache without recurrent states.
       seq: Id of the sequence. The next token of the sequence gets the last position plus 1.
       grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
+        A smaller number is not detected, and groups tokens a second time.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
@@ -115,7 +116,7 @@ def self_extend(
       `ok` is True. If `ok` is False, the cache is unchanged, for one of these reasons:
 
       - Another sequence shares the cell of a token that would move.
-      - The argument `grouped` is not from the last result, or grouped tokens were removed.
+      - The argument `grouped` exceeds that of the last result, or grouped tokens were removed.
       - The next position, multiplied by `group`, exceeds 2**31 - 1.
       - The next token would attend to an evicted cell.
 
