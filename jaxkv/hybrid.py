@@ -31,7 +31,7 @@ R = TypeVar("R")
 Layers = tuple[tuple[int, ...], ...]
 
 OWN = "buffers", "num_shared_cells"
-"""Names of arguments that are None, or have one item for each part."""
+"""Names of arguments with one item for each part; None is passed on to each part."""
 
 # Elementwise rules that combine arrays of equal shape, one array from each part.
 _all = partial(reduce, jnp.logical_and)
@@ -302,7 +302,7 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
     ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-        """Compare last tokens in the first attention part; if there is none, in the first part."""
+        """Compare last tokens in the first attention part, if there is one; else in the first."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 

@@ -97,9 +97,12 @@ def main() -> int:
 
     start = time.monotonic()
     sources = {file: text for file, text in mutated_sources().items() if options.only in file}
-    every = [m for file, source in sorted(sources.items()) for m in mutants_of(file, source)]
+    every = all_mutants(sources)
     chosen = sample(every, sources, options.seed)[: options.sample]
-    excused = equivalents()
+    excused = [entry for entry in equivalents() if options.only in entry["file"]]
+    if stale := entries_without_mutant(excused, every, sources):
+        print("listed as equivalent, and no mutant:", *stale, sep="\n")
+        return 2
     drawn = [m for m in chosen if not excuse(m, sources[m.file], excused)]
     print(f"{len(chosen)} of {len(every)} mutants, {len(chosen) - len(drawn)} known as equivalent")
 
@@ -296,6 +299,11 @@ def mutated_sources() -> dict[str, str]:
     }
 
 
+def all_mutants(sources: dict[str, str]) -> list[Mutant]:
+    """The mutants of all files."""
+    return [m for file, source in sorted(sources.items()) for m in mutants_of(file, source)]
+
+
 def files_of(pattern: str) -> list[Path]:
     """The files of a pattern; one without files is out of date."""
     found = [path for path in sorted(ROOT.glob(pattern)) if path.name != "__init__.py"]
@@ -318,33 +326,27 @@ def equivalents() -> list[dict[str, str]]:
     return listed["mutant"]
 
 
-def entries_without_mutant() -> list[dict[str, str]]:
+def entries_without_mutant(
+    listed: list[dict[str, str]], mutants: list[Mutant], sources: dict[str, str]
+) -> list[dict[str, str]]:
     """The entries of `equivalents.toml` that name no mutant, since the code has changed."""
-    keys = {
-        mutant.key(source)
-        for file, source in mutated_sources().items()
-        for mutant in mutants_of(file, source)
-    }
-    functions = {key[:2] for key in keys}
-    return [
-        entry
-        for entry in equivalents()
-        if ("line" in entry and (entry["file"], entry["function"], entry["line"]) not in keys)
-        or (entry["file"], entry["function"]) not in functions
-    ]
+    keys = {mutant.key(sources[mutant.file]) for mutant in mutants}
+    named = keys | {key[:2] for key in keys}
+    return [entry for entry in listed if key_of(entry) not in named]
 
 
 def excuse(mutant: Mutant, source: str, listed: list[dict[str, str]]) -> str:
-    """The reason why a mutant has no effect, or "".
+    """The reason why a mutant has no effect, or ""."""
+    key = mutant.key(source)
+    return next((entry["reason"] for entry in listed if key_of(entry) in (key, key[:2])), "")
 
-    An entry names a mutant by its file, its function and its changed line; an entry without a line
-    applies to the whole function.
+
+def key_of(entry: dict[str, str]) -> tuple[str, ...]:
+    """The file, the function and the changed line that an entry names.
+
+    An entry without a line applies to the whole function.
     """
-    file, where, line = mutant.key(source)
-    for entry in listed:
-        if (entry["file"], entry["function"]) == (file, where) and entry.get("line", line) == line:
-            return entry["reason"]
-    return ""
+    return tuple(entry[name] for name in ("file", "function", "line") if name in entry)
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:

@@ -42,16 +42,16 @@ def attend(
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write keys and values of a ubatch into a layer, and attend to the visible cells.
 
-    A token attends to cells of its own sequences, at positions in the window up to the token.
+    A token attends to cells of the token's sequences, at positions in the window up to the token.
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
       ubatch: the tokens to compute, in R rows of T tokens, with padding: `[R, T]` is the shape of
-        `ubatch.valid`. Nothing is written for padding or a refused plan.
+        `ubatch.valid`. No key is written for padding or a refused plan.
       q: queries, already rotated by the rope of the layer. Query head h attends to key/value head
         h // (H / K).
-      k: keys, already rotated by the rope of the layer. If `k` and `v` are None, nothing is
+      k: keys, already rotated by the rope of the layer. If `k` and `v` are omitted, no key is
         written, and the tokens attend to the keys that are already in the layer.
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
@@ -83,7 +83,7 @@ def attend(
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
       - If a token attends to a key or a value that is not finite, the token's output is NaN in the
         query heads that read this key or value. Other outputs are unaffected.
-      - If the ubatch is stale for a stream, or not applied, nothing is written to the stream, and
+      - If the ubatch is stale for a stream, or not applied, no key is written to the stream, and
         the output rows of the stream are NaN.
       - If the layer has not written an applied ubatch, all output rows of the ubatch's streams are
         NaN, also in later ubatches. To recover, `rewind` to a table from before the ubatch, or
@@ -152,10 +152,10 @@ def write_kv(
     """Write keys and values of a ubatch into a layer, without attention.
 
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
-    arguments and errors of `write_kv` are those of `attend`. Nothing is written for padding, or for
-    a ubatch that is refused, stale or not applied. If the key or the value of a token in a head is
-    not finite in the dtype of the buffers, NaN is stored as the key and zero as the value. Omit `v`
-    only in a layer whose values are slices of the keys.
+    arguments and errors of `write_kv` are those of `attend`. No key is written for padding, or for
+    a ubatch that is refused, stale or not applied. If a key or its value is not finite in the dtype
+    of the buffers, the stored key is NaN, and the stored value is zero. Omit `v` only in a layer
+    whose values are slices of the keys.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -200,8 +200,8 @@ def read_kv(
       - Unless the ubatch is stale, the mask is False for padding and for tokens of a refused plan.
       - If the ubatch is stale for a stream, or not applied, all mask entries of the stream are
         True, and all keys of the stream are NaN. All keys of a list are also NaN if the layer was
-        not written, or if a token of the list attends to later tokens that are not written
-        (`causal=False`, `visible_until`).
+        not written. Keys are NaN, too, if a token of the list attends to later tokens that are not
+        written (`causal=False`, `visible_until`).
 
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:

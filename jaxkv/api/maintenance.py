@@ -26,8 +26,8 @@ def init_update(cache: Cache) -> MaintenancePlan:
     """Plan the rotation of all shifted keys; `apply` then rotates them.
 
     The property `pending` `[]` int32 is the number of keys to rotate in all streams; a plan with 0
-    keys costs nothing to apply. Until the plan is applied, `init_batch` refuses a batch of a
-    sequence with shifted keys. A stale plan has no effect (`Cache.is_current`).
+    keys costs nothing to apply. Before the plan is applied, no batch of a sequence with
+    shifted keys can be planned. A stale plan has no effect (`Cache.is_current`).
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -59,9 +59,9 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
       `[]` int32 is the number of cells that this plan moves in all streams. For attention, the plan
-      has three arrays `[S, n]` int32 with an entry for each of at most n runs of cells to move:
-      `source`, the first cell of the run; `destination`, the new index of this cell; `length`, the
-      number of cells. Unused entries have length 0.
+      has three arrays `[S, n]` int32, with an entry for each of at most n runs of cells. The first
+      cell of a run is in `source`, and the new index of this cell is in `destination`. The number
+      of cells of a run is in `length`; it is 0 for unused entries.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -93,9 +93,8 @@ def compact(
 ) -> EditResult:
     """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
-    Used cells may change their order, see `defrag_plan`.
-    If a batch is given, nothing is done if the batch fits, and no gap is closed if the batch fits
-    after the rotation.
+    Used cells may change their order, see `defrag_plan`. If a batch fits, the cache is unchanged.
+    If a batch fits after the rotation, gaps are not closed.
 
     Args:
       cache: any cache.
@@ -144,9 +143,9 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
-    The flag `ok` is False if a cell of the earlier table was overwritten (by a ubatch, a copy
-    between streams or a defrag), or if an update rotated the key of a cell of the earlier table. If
-    `ok` is False, the later cache is returned. Plans for later tables become stale.
+    The flag `ok` is False if a ubatch, a copy between streams or a defrag overwrote a cell of the
+    earlier table. It is also False if an update rotated the key of such a cell. If `ok` is False,
+    the later cache is returned. Plans for later tables become stale.
 
     Cells are compared by hashes, which depend on all earlier steps and edits of a stream. A removed
     and rewritten cell counts as overwritten, even with the same token. Two equal steps from the

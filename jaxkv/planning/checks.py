@@ -34,9 +34,11 @@ class PlanBuilder:
     table: Table with the ubatches placed so far.
     batch: Flat batch with all positions and outputs.
     reason: Reason of each sequence before slots are chosen.
-    final_reason: Reason of each sequence, including reasons found while slots are chosen.
-    expected, actual: Fields of `Plan` for each sequence; the reason decides what they are.
-    demand, available: Numbers of cells that each sequence requires and can get.
+    final_reason: Reason of each sequence after slots are chosen.
+    expected: See `Plan`.
+    actual: See `Plan`.
+    demand: Number of cells that each sequence requires.
+    available: Number of cells that each sequence can get.
     fits_in_one_run: Whether each sequence fits for certain, if the refused sequences are omitted.
     """
 

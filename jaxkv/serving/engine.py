@@ -259,7 +259,7 @@ class Engine:
           that were submitted earlier are returned by the next `step` or `results`.
 
         Raises:
-          ValueError: If `num_samples` is below 1, or `submit` would raise; nothing is submitted.
+          ValueError: If `num_samples` is below 1, or `submit` would raise; no request is submitted.
           TypeError: If `num_samples` is not an integer, or `submit` would raise.
           Exception: If `on_output` raises. No request is cancelled; `results` yields all outputs.
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 class SnapshotInfo:
     """Description of a snapshot, returned by `inspect`.
 
-    version, sequences: version of the snapshot format, and ids of the saved sequences.
+    version: version of the snapshot format.
+    sequences: ids of all saved sequences, also of empty sequences.
     tokens: token ids passed to `save`, by sequence id.
     model_id, notes: values passed to `save`; None if not passed.
     cache: shapes of the cache that `load` makes; see `cache.nbytes` and `cache.table.spec`.

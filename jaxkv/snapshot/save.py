@@ -41,8 +41,8 @@ def save(
       sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
       tokens: token ids by sequence id, returned by `snapshot.inspect`. They are not compared with
         the cache, which stores no tokens.
-      model_id: JSON value that identifies the model. `snapshot.load` raises if it is given another
-        `model_id`; if None, nothing is compared.
+      model_id: JSON value that identifies the model. `snapshot.load` raises for another `model_id`;
+        None on either side is not compared.
       notes: JSON value for any use, returned by `snapshot.inspect`.
 
     Returns:

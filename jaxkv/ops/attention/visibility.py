@@ -24,7 +24,7 @@ Tree = TypeVar("Tree")
 class Visibility:
     """Inputs of the mask: the cells of S streams, and P lists of T tokens.
 
-    A token attends to cells of its own sequence, at positions in the window up to the token.
+    A token attends to cells of the token's sequence, at positions in the window up to the token.
 
     position: Position of each cell.
     owners: For each cell, a bit mask of the sequences that own the cell.
