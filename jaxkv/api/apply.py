@@ -31,7 +31,11 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
       cache: any cache.
       plan: a ubatch, a plan of one ubatch, or the result of `init_update` or `defrag_plan`.
       donate: If True, an update or a defrag outside of `jit` reuses the buffers of the input cache,
-        which becomes invalid. If False, the buffers are copied.
+        which becomes invalid. If False, the buffers are copied. Without effect for a ubatch or the
+        plan of a batch, since both caches share the unchanged buffers.
+
+    Returns:
+      The next cache.
 
     Raises:
       TypeError: If `plan` is neither a ubatch nor a plan.

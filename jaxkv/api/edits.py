@@ -30,7 +30,7 @@ class EditResult(NamedTuple):
     """Result of an edit.
 
     cache: The cache after all edits that were not refused.
-    ok: False if the edit was refused; with n ranges (`seq_rm`), an array `[n]`.
+    ok: `[]`, False if the edit was refused; with n ranges (`seq_rm` with a list), an array `[n]`.
     """
 
     cache: Cache
@@ -59,7 +59,8 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
         False.
 
     Returns:
-      The next cache, and the flag `ok` for each range. Several ranges are removed in order.
+      The next cache, and `ok`: `[]` bool, or `[n]` bool for lists of length n. Several ranges are
+      removed in order; a refused range does not affect the other ranges.
 
     Raises:
       ValueError: If `seq`, `p0` and `p1` are not scalars or lists of equal length.
@@ -111,7 +112,8 @@ def seq_cp(
     Several targets in one other stream share one copy. Recurrent states and the encoder source of a
     target are replaced, unless the range is empty.
 
-    The flag `ok` is one flag for all targets. If it is False, the cache is unchanged.
+    The result is the next cache and `ok` `[]` bool, one flag for all targets. If it is False, the
+    cache is unchanged.
 
     - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
     - `ok` is False if no recurrent state is stored at the end of the range.
@@ -164,7 +166,8 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     All copies are made from the input cache. Within a stream, only the table changes. A copy from
     another stream copies keys and values. If 1 < S < Q, a copy from another stream needs free
     cells. Cells of replaced sequences count as free unless a parent or an unchanged sequence owns
-    them. If a stream has too few cells, the flag `ok` is False, and the cache is unchanged.
+    them. If a stream has too few cells, the flag `ok` `[]` bool is False, and the cache is
+    unchanged.
 
     Args:
       cache: any cache.
@@ -202,7 +205,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
 
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
-    """Remove all sequences except one; the flag `ok` is always True.
+    """Remove all sequences except one; the flag `ok` `[]` is always True.
 
     The kept sequence becomes the only owner of its cells. Encoder sources of other sequences are
     removed. For a traced id out of range, the cache is unchanged.
@@ -232,14 +235,15 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
     owners. If `Cache.can_seq_add` is False, two tokens of a sequence may get equal positions.
 
-    If `ok` is False, the cache is unchanged. `ok` is False if a position would reach 2**31 - 1, if
-    the next token of a sequence would attend to an evicted cell, or if the last positions of the
-    parts of a hybrid cache would differ. With recurrent states, `ok` is also False if the range has
-    tokens and `p0 + delta` is negative.
+    If `ok` `[]` bool is False, the cache is unchanged. `ok` is False if a position would reach
+    2**31 - 1, if the next token of a sequence would attend to an evicted cell, or if the last
+    positions of the parts of a hybrid cache would differ. With recurrent states, `ok` is also False
+    if the range has tokens and `p0 + delta` is negative.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
-      seq: id of the sequence to shift. For a traced id out of range, the cache is unchanged.
+      seq: id of the sequence to shift. For a traced id out of range, the cache is unchanged and
+        `ok` is True.
       p0: first position of the range; -1 means 0. A traced bound below -1 sets `ok` to False.
       p1: one past the last position of the range; None or -1 means no end.
       delta: number to add to each position. Tokens with a negative new position are removed.
@@ -284,8 +288,9 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     frees no cell. In recurrent layers, a division by more than 1 removes the states in the range,
     except the current state.
 
-    `ok` is False if a traced divisor is below 1, the next token of a sequence would attend to an
-    evicted cell, or the last positions of the parts of a hybrid cache would differ.
+    `ok` `[]` bool is False if a traced divisor is below 1, the next token of a sequence would
+    attend to an evicted cell, or the last positions of the parts of a hybrid cache would differ.
+    Then the cache is unchanged.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.

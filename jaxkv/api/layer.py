@@ -51,8 +51,9 @@ def attend(
         `ubatch.valid`. No key is written for padding or a refused plan.
       q: queries, already rotated by the rope of the layer. Query head h attends to key/value head
         h // (H / K).
-      k: keys, already rotated by the rope of the layer. If `k` and `v` are omitted, no key is
-        written, and the tokens attend to the keys that are already in the layer.
+      k: keys, already rotated by the rope of the layer, cast to the dtype of the cache. If `k` and
+        `v` are omitted, no key is written, and the tokens attend to the keys that are already in
+        the layer.
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
@@ -105,7 +106,7 @@ def attend(
       TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
       TypeError: If only one of `k` and `v` is given; if values are key slices, `v` must be None.
-      TypeError: If the layer number is traced and the cache is not stacked.
+      TypeError: If the layer number is not an integer, or is traced and the cache is not stacked.
       TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 
     Examples:
@@ -192,7 +193,9 @@ def read_kv(
     mask. Arguments and errors are those of `attend`.
 
     Returns:
-      Keys, values, mask and positions of the cells, see `KVView`.
+      A named tuple: keys `k` `[P, K, N, D]` and values `v` `[P, K, N, Dv]` in the dtype of the
+      buffers (float32 if quantised), `mask` `[P, T, N]` bool, True if a token attends to a cell,
+      and `positions` `[P, N]` int32, -1 for an empty cell.
 
       - Values are finite. A key is NaN if the key or its value was not finite when written.
       - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
@@ -242,9 +245,11 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       layer did not write the states of the previous ubatch, or has overwritten these states.
 
     Raises:
+      ValueError: If the ubatch was planned for another `TableSpec`, also if the cache has no
+        states, or if the ubatch has encoder sources.
       ValueError: If no layer has the number, the layer has no states, or the buffers were donated.
-      ValueError: If the ubatch was planned for another `TableSpec`, or has encoder sources.
-      TypeError: If the ubatch or the layer number has the wrong type, or the cache has no states.
+      TypeError: If the ubatch or the layer number has the wrong type, or if the cache has no states
+        and is not hybrid.
 
     Examples:
       >>> spec = CacheSpec.recurrent(layers=2, states={"x": ((3,), jnp.bfloat16)})

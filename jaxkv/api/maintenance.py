@@ -25,9 +25,19 @@ if TYPE_CHECKING:
 def init_update(cache: Cache) -> MaintenancePlan:
     """Plan the rotation of all shifted keys; `apply` then rotates them.
 
-    The property `pending` `[]` int32 is the number of keys to rotate in all streams; a plan with 0
-    keys costs nothing to apply. Before the plan is applied, no batch of a sequence with
-    shifted keys can be planned. A stale plan has no effect (`Cache.is_current`).
+    Before the plan is applied, a batch is refused if a sequence of the batch owns a shifted key
+    (`Reason.SHIFT_PENDING`). The rotation needs no free cell.
+
+    Args:
+      cache: any cache. In a cache without shifted keys, the plan has no keys to rotate.
+
+    Returns:
+      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
+      `[]` int32 is the number of keys to rotate in all streams, and a plan with 0 keys costs
+      nothing to apply. For attention, `shift` `[S, N]` int32 is the shift of each key.
+
+    Raises:
+      TypeError: If `cache` is not a `Cache` of arrays, such as a pair that `seq_add` returned.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -36,6 +46,8 @@ def init_update(cache: Cache) -> MaintenancePlan:
       >>> cache, ok = seq_add(cache, 0, 1, -1, delta=4)
       >>> init_update(cache).pending.item()
       2
+      >>> init_update(apply(cache, init_update(cache))).pending.item()
+      0
 
     llama.cpp: `llama_memory_i::init_update`, the K-shift.
     """
@@ -104,12 +116,13 @@ def compact(
       donate: see `apply`.
 
     Returns:
-      The next cache, and the flag `ok`, which is True if the batch fits or no batch is given. The
-      next cache is rotated and compacted even if the batch does not fit.
+      The next cache, and the flag `ok` `[]` bool, which is True if the batch fits or no batch is
+      given. The next cache is rotated and compacted even if the batch does not fit.
 
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
-      ValueError: If `max_moves` is below 1, or `init_batch` raises for the batch.
+      ValueError: If `max_moves` is below 1, or the buffers that must change were donated.
+      TypeError, ValueError: If `init_batch` or `defrag_plan` would raise.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -143,9 +156,9 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
-    The flag `ok` is False if a ubatch, a copy between streams or a defrag overwrote a cell of the
-    earlier table. It is also False if an update rotated the key of such a cell. If `ok` is False,
-    the later cache is returned. Plans for later tables become stale.
+    The flag `ok` `[]` bool is False if a ubatch, a copy between streams or a defrag overwrote a
+    cell of the earlier table. It is also False if an update rotated the key of such a cell. If `ok`
+    is False, the later cache is returned. Plans for later tables become stale.
 
     Cells are compared by hashes, which depend on all earlier steps and edits of a stream. A removed
     and rewritten cell counts as overwritten, even with the same token. Two equal steps from the

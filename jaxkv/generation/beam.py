@@ -176,11 +176,15 @@ def beam(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. An unfinished hypothesis is cached except for its last token. The first tokens
-      of a finished hypothesis are cached if a beam of the last step begins with them. To continue
-      hypothesis i, compute its tokens from index `num_cached[i]` on. If beam sequence i cannot be
-      shortened (no state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
+      A `BeamResult`, best hypothesis first: `cache`, `tokens` `[k, n]` int32 (-1 after the end),
+      `scores` `[k]` float32 (-inf for a missing hypothesis), `lengths` and `num_cached` `[k]`
+      int32, and `reason` `[]` int32, a `Reason`: OK unless the search ended early.
+
+      Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. An
+      unfinished hypothesis is cached except for its last token. The first tokens of a finished
+      hypothesis are cached if a beam of the last step begins with them. To continue hypothesis i,
+      compute its tokens from index `num_cached[i]` on. If beam sequence i cannot be shortened (no
+      state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not one list.

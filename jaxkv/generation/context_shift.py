@@ -43,7 +43,8 @@ def context_shift(
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
-      The cache and `ok`. If `ok` is False, the cache is unchanged, for one of these reasons:
+      The cache and `ok` `[]` bool. If `ok` is False, the cache is unchanged, for one of these
+      reasons:
 
       - The last position of the sequence is below `num_keep + num_discard - 1`.
       - Another sequence shares the cell of a token that would move.
@@ -112,8 +113,9 @@ def self_extend(
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
-      The cache, `ok` and `grouped`. If fewer than `width` tokens are ungrouped, nothing changes and
-      `ok` is True. If `ok` is False, the cache is unchanged, for one of these reasons:
+      The cache, `ok` `[]` bool and `grouped` `[]` int32. If fewer than `width` tokens are
+      ungrouped, nothing changes and `ok` is True. If `ok` is False, the cache is unchanged, for one
+      of these reasons:
 
       - Another sequence shares the cell of a token that would move.
       - The argument `grouped` exceeds that of the last result, or grouped tokens were removed.

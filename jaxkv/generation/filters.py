@@ -166,15 +166,18 @@ def make_sampler(
     Returns:
       A sampler that applies penalties, top-k, top-p, min-p and the temperature, in this order, as
       llama.cpp does. With a temperature, the sampler also subtracts the highest logit. Tokens with
-      the same logit as the last kept token are also kept.
+      the same logit as the last kept token are also kept. `sampler.init(prompts)` returns the
+      recent tokens, `[Z, penalty_last_n]`, or `()` without penalties. This state is the second
+      argument of `sampler.adjust`, which returns the adjusted logits `[Z, V]`.
 
     Raises:
       ValueError: If a number is out of its range after conversion to float32 or int32.
-      TypeError: If an argument is not a number.
+      TypeError: If an argument is not a number, or `top_k` or `penalty_last_n` is not an integer.
 
     Examples:
       >>> sampler = make_sampler(temperature=0.7, top_k=2)
-      >>> sampler.adjust(jnp.array([[0.0, 0.7, 1.4]]), ()).round(3).tolist()
+      >>> state = sampler.init(np.array([[1, 2]]))  # the prompt of one sequence
+      >>> sampler.adjust(jnp.array([[0.0, 0.7, 1.4]]), state).round(3).tolist()
       [[-inf, -1.0, 0.0]]
 
     llama.cpp: `llama_sampler_chain_default` with samplers of the same names.

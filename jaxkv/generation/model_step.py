@@ -42,10 +42,39 @@ def model_step(
 ) -> tuple[Cache, Float[Array, "O V"]]:
     """Apply a ubatch and run the model; return the cache and the logits.
 
+    `prefill` and `decode` make such steps. Call `model_step` in your own loop, inside of `jit`. If
+    the ubatch is refused (no cell is free) or stale, the cache is unchanged, and the logits are
+    undefined: read `Plan.ok`.
+
+    Args:
+      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      params: Model parameters, any pytree.
+      cache: The cache for which the ubatch was planned.
+      ubatch: One of `Plan.ubatches`, such as `plan_step(cache, tokens).ubatch`.
+
+    Returns:
+      The cache with the tokens of the ubatch, and the logits `[O, V]` as the model returned them.
+      Row i of the logits is for the token with the index `ubatch.outputs[i]` among the R * T
+      tokens. Rows after the last output token are padding.
+
     Raises:
       ValueError: If the model function does not return an updated cache and float logits `[O, V]`.
-      ValueError: If the function writes no keys in an attention layer, or `apply` would raise.
-      TypeError: If a plan is passed as the ubatch.
+      ValueError: If the function writes no keys in an attention layer of a cache that is not
+        stacked.
+      ValueError: If the ubatch was planned for another `TableSpec`.
+      TypeError: If a plan is passed as the ubatch, or `forward` is not a function.
+
+    Examples:
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(spec, cells=8, sequences=2)
+      >>> ubatch = plan_step(cache, [1, 2]).ubatch
+      >>> cache, logits = generation.model_step(forward, jnp.eye(4), cache, ubatch)
+      >>> logits.shape, cache.seq_pos_max().tolist()
+      ((2, 4), [0, 0])
     """
     cache = apply(cache, ubatch)
     check_made_for(cache.table, ubatch)

@@ -50,9 +50,12 @@ def prefill(
         arguments of the jitted function instead.
 
     Returns:
-      A `PrefillResult` with the logits and sequence ids of the output tokens. Inside
-      of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for bit,
-      and the logits are undefined. Inside of `jit`, the result is padded: the first n rows of
+      A `PrefillResult`: `cache`, `logits` `[n, V]` and `sequences` `[n]` int32 (ids) of the n
+      output tokens in batch order, `ok` `[]` bool, and `reason` `[Q]` int32. By default, the last
+      token of each sequence of the batch is an output token.
+
+      Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
+      bit, and the logits are undefined. Inside of `jit`, the result is padded: the first n rows of
       logits `[O, V]` belong to the n output tokens; the other rows have the sequence id -1.
 
     Raises:
@@ -61,7 +64,8 @@ def prefill(
       ValueError: If the plan is stale or has another number of tokens.
       ValueError: If both `plan` and `ubatch_size` are passed.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
-      TypeError: If the plan is not a `Plan`, or tokens are not integers.
+      TypeError: If the plan is not a `Plan`, tokens are not integers, or `forward` is not a
+        function.
 
     Examples:
       >>> def forward(params, cache, ubatch):
@@ -166,9 +170,10 @@ def warm_up(
         streams, call `warm_up` once for each number of ids in later batches.
       longest: Maximum length of prompts whose planning is compiled; by default, one ubatch.
       donate: Value of `donate` in later calls of `prefill`. If False, this call copies the buffers,
-        and needs twice their memory.
+        and needs twice their memory. If True, the input cache becomes invalid.
 
     Raises:
+      TypeError: If `forward` is not a function, or a number is not an integer.
       ValueError: If no sequence id is given, or an id is not in the cache.
       ValueError: If a size is below 1, or `ubatch_size` exceeds the number of tokens for which the
         cells of a window were made.

@@ -64,12 +64,16 @@ class DecodeResult(NamedTuple):
         return self.state.reason
 
     def lists(self) -> list[list[int]]:
-        """Return the tokens of each sequence as a list without padding."""
+        """Return the tokens of each sequence as a list without padding.
+
+        Raises:
+          TypeError: If `tokens` is None, since tokens were passed to `init_decode`.
+        """
         return [[token for token in row if token >= 0] for row in np.asarray(self.tokens).tolist()]
 
 
 class BeamResult(NamedTuple):
-    """Result of `beam`: the W best hypotheses, best first.
+    """Result of `beam`: the k best hypotheses of at most n tokens, best first.
 
     cache: The cache after the search, with hypothesis i in the i-th beam sequence.
     tokens: Tokens of each hypothesis; -1 after the end.
@@ -80,8 +84,8 @@ class BeamResult(NamedTuple):
     """
 
     cache: Cache
-    tokens: Int32[Array, "W n"]
-    scores: Float[Array, " W"]
-    lengths: Int32[Array, " W"]
-    num_cached: Int32[Array, " W"]
+    tokens: Int32[Array, "k n"]
+    scores: Float[Array, " k"]
+    lengths: Int32[Array, " k"]
+    num_cached: Int32[Array, " k"]
     reason: Int32[Array, ""]

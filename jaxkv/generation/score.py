@@ -53,18 +53,19 @@ def score(
       params: Model parameters, any pytree.
       texts: A list of tokens for each of Z texts, or an array `[Z, n]`. An array may be traced, and
         may contain -1 as padding at any index.
-      prompts: A list of tokens for each prompt, or an array. With n texts for each prompt, text i
-        follows prompt i // n.
+      prompts: A list of tokens for each of P prompts, or an array with -1 as padding. P divides Z:
+        text i follows prompt `i // (Z // P)`.
       spec: Spec of the new cache. Each text gets a stream with the cells that it needs.
       dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
         gradient.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
-      Log-probabilities in float32: 0 for padding, and for the first token of a text without a
-      prompt; NaN for a token whose logits contain NaN or +inf. If texts or prompts are traced, the
-      result is also NaN for tokens past the vocabulary, and for texts with an empty prompt. If
-      `texts` are lists, rows of the result can be longer than the longest text.
+      Log-probabilities `[Z, n]` in float32: 0 for padding, and for the first token of a text
+      without a prompt; NaN for a token whose logits contain NaN or +inf. If texts or prompts are
+      traced, the result is also NaN for tokens past the vocabulary, and for texts with an empty
+      prompt. For an array of texts, the result has the shape of the array. For lists, n is at least
+      the length of the longest text.
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
@@ -72,7 +73,8 @@ def score(
       ValueError: If a list has a negative token, or a concrete token is past the vocabulary.
       ValueError: If traced texts or prompts are not arrays, or a text is not one list of tokens.
       ValueError: If the spec has cross-attention.
-      TypeError: If tokens are not integers, or the spec is not a `CacheSpec`.
+      TypeError: If tokens are not integers, the spec is not a `CacheSpec`, or `forward` is not a
+        function.
 
     Examples:
       A model that predicts the next number with a probability of 0.7:

@@ -46,14 +46,16 @@ def draft_model(
     Returns:
       A drafter for `speculate`. If the cache of the draft model has too few free cells, the active
       sequences continue without drafts. A sequence gets no draft if it has different lengths in the
-      draft cache and the main cache. Repeat each edit of the main cache in the draft cache.
+      draft cache and the main cache. Repeat each edit of the main cache in the draft cache
+      (`drafter.cache`). With several branches, `drafter.guessed` `[Z, k, num_draft_tokens]` int32
+      contains the last draft.
 
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.
       ValueError: If the cache stores too few recurrent states, or was donated.
       ValueError: With several branches, if the cache has recurrent states, fewer than `Z * k`
         sequences, or one sequence in each stream.
-      TypeError: If the argument `forward` is not a function.
+      TypeError: If the argument `forward` is not a function, or a number is not an integer.
 
     Examples:
       Two sequences with three branches each need a cache of six sequences:
@@ -65,7 +67,7 @@ def draft_model(
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=32, sequences=6)
       >>> drafter = generation.draft_model(forward, jnp.eye(4), cache, batch_size=2, num_branches=3)
-      >>> drafter.guessed.shape
+      >>> drafter.guessed.shape  # [Z, k, num_draft_tokens]
       (2, 3, 3)
 
     llama.cpp: `examples/speculative`, where `n_parallel` is the number of branches.

@@ -73,6 +73,10 @@ class Drafter(ABC):
           state: State of the sequences.
           active: Which sequences get a draft.
           at: Position of the last sampled token, which is not in a cache yet.
+
+        Returns:
+          The drafter for `update`, and the `DraftTokens`: `tokens` int32 and `valid` bool, `[Z, n]`
+          or `[Z, k, n]`. `adjusted` is None, or the float32 logits `[..., V]` that were drawn from.
         """
 
     @abstractmethod
@@ -88,7 +92,7 @@ class Drafter(ABC):
         Args:
           sequences: Ids of the sequences.
           at: Position of `fed[:, 0]`.
-          fed: The last sampled token, then the n draft tokens of the selected branch.
+          fed: `[Z, n + 1]`. The last sampled token, then the n draft tokens of the selected branch.
           num_cached: Number of fed tokens that are now in the cache; 0 for a sequence that ended.
         """
 
@@ -172,17 +176,25 @@ def prompt_lookup(
       num_branches: Maximum number of branches (distinct continuations of the last tokens), static.
 
     Returns:
-      A drafter for `speculate`, which stores the last C tokens of each of Z sequences.
+      A drafter for `speculate`, which stores the last C tokens of each of Z sequences in `recent`
+      `[Z, C]` int32, padded in front with -1. The method `propose` gets the sampler, the
+      `DecodeState`, `active` `[Z]` bool (which sequences get a draft), and `at` `[Z]` int32 (the
+      position of the last sampled token, here unused). It returns the drafter and the draft:
+      `tokens` int32 and `valid` bool, `[Z, num_draft_tokens]`, or `[Z, k, num_draft_tokens]` for k
+      branches.
 
     Raises:
       ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
+      ValueError: If `prompts` are not one list of tokens for each sequence, or an array `[Z, n]`.
+      TypeError: If a number or a token is not an integer.
 
     Examples:
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> state = generation.init_decode(cache, tokens=[2]).state
       >>> best = generation.make_sampler()
-      >>> _, guess = draft.propose(best, state, jnp.array([True]), jnp.array([5]))
+      >>> active, at = jnp.array([True]), jnp.array([5])
+      >>> _, guess = draft.propose(best, state, active, at)
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
