@@ -57,11 +57,16 @@ class Batch:
         """Keep the tokens of some sequences, and mark all other tokens as padding.
 
         `fits` is a bool for each of the Q sequences, such as `Plan.fits`; True keeps the sequence.
-        A token of several sequences stays valid if at least one of its sequences is kept.
+        A token of several sequences stays valid if at least one of its sequences is kept. If no
+        token stays valid, `init_batch` raises ValueError for the batch.
 
         Raises:
           TypeError: If `fits` is not bool.
           ValueError: If a concrete sequence id of the batch has no entry in `fits`.
+
+        Examples:
+          >>> make_batch([[1, 2], [3]]).keep_sequences([False, True]).valid.tolist()
+          [False, False, True]
         """
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
@@ -179,7 +184,8 @@ def make_batch(
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
         - For a token that several sequences share, a list of ids in place of one id, or an array
           `[B, n]` or `[R, T, n]` of ids, padded with -1. If the owners of a token differ in an
-          earlier token, the plan is refused (`Reason.DIVERGED`). Recurrent caches accept no shared
+          earlier token, the plan is refused: each owner that differs from the owner with the lowest
+          id has `Reason.DIVERGED`, and the other owners have OK. Recurrent caches accept no shared
           tokens.
 
       positions: int32 position of each token; by default, the next positions of each sequence.
@@ -188,6 +194,10 @@ def make_batch(
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, pass one array for the tokens of all lists.
         Models read the inputs from `Ubatch.extra`. `plan_step` and loops do not accept `extra`.
+
+    Returns:
+      A `Batch` of arrays `[B]` (a list of lists is concatenated) or `[R, T]`. Sequence ids are
+      compared with a cache only by `init_batch`.
 
     Raises:
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.

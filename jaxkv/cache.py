@@ -87,8 +87,12 @@ class Cache(Partitioned):
     def seq_pos_min(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the smallest position of each sequence; -1 for an empty sequence.
 
-        `seq` is an array of sequence ids, default all ids. The result has the shape of `seq`. A
-        concrete id that is not from 0 to Q - 1 raises ValueError.
+        `seq` is an id or an array of sequence ids, default all ids. The result has the shape of
+        `seq`. For a traced id out of range, the result is -1.
+
+        Raises:
+          ValueError: If a concrete id is not from 0 to Q - 1.
+          TypeError: If an id is not an integer.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -102,7 +106,7 @@ class Cache(Partitioned):
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the largest position of each sequence; -1 for an empty sequence.
 
-        For the argument, the shape of the result and the error, see `seq_pos_min`.
+        For the argument, the shape of the result and the errors, see `seq_pos_min`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -136,7 +140,12 @@ class Cache(Partitioned):
 
         The result is True if `seq_rm(cache, seq, pos)` is not refused and `init_batch` then expects
         the next token at `pos`. Gaps at earlier positions do not matter. Every sequence can
-        continue at position 0. An empty sequence can continue at any position.
+        continue at position 0. An empty sequence can continue at any position. Free cells are not
+        counted.
+
+        Raises:
+          ValueError: If an argument is a list, or a concrete id is not from 0 to Q - 1.
+          TypeError: If an argument is not an integer.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

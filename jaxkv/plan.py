@@ -184,6 +184,16 @@ class Plan:
         Returns:
           `[n, V]`, one row for each of the n tokens of the batch that need logits. With a
           traced plan, the result has additional rows of padding at the end.
+
+        Raises:
+          ValueError: If the number of arrays is not the number of ubatches.
+
+        Examples:
+          >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
+          >>> plan = init_batch(cache, make_batch([5, 6, 7], outputs=[True, False, True]))
+          >>> logits = [ubatch.tokens.reshape(-1, 1)[ubatch.outputs] for ubatch in plan.ubatches]
+          >>> plan.gather_outputs(logits).tolist()
+          [[5], [7]]
         """
         order = [ubatch.output_index for ubatch in self.ubatches]
         if len(logits) != len(order):

@@ -149,7 +149,8 @@ class Rope:
 
         A frequency is unchanged if its pair turns more than `high_freq_factor` times within
         `original` positions. A frequency is divided by `factor` if its pair turns fewer than
-        `low_freq_factor` times. Frequencies between the two limits are interpolated.
+        `low_freq_factor` times. Frequencies between the two limits are interpolated. A `factor` of
+        0 raises ValueError.
 
         >>> plain = Rope.make(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -189,6 +190,9 @@ class Rope:
             0.1 ln(`factor`) + 1 if `factor` is above 1, else 1.
           truncate: if True, round the pair index of `beta_fast` down and that of `beta_slow` up;
             False for gpt-oss.
+
+        Raises:
+          ValueError: If `original` is 0, or if `factor` is 0 or not finite.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)

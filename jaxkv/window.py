@@ -22,6 +22,8 @@ class Window:
 
     width: W, at least 1. Its meaning depends on the rule: see `sliding`, `chunked`, `symmetric`.
     rule: "sliding", "chunked" or "symmetric".
+
+    A width below 1 raises ValueError; a width that is not an integer raises TypeError.
     """
 
     width: int

@@ -80,6 +80,10 @@ def view_cells(cache: Cache) -> CellView:
       cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache. If the cache is
         split over processes, every process must call `Cache.cells`.
 
+    Returns:
+      A `CellView` of NumPy arrays `[S, N]` int32: `position` and `owner` (the lowest id), both -1
+      for an empty cell, `num_owners` and `shift`.
+
     Raises:
       TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.
       ValueError: If the cache was donated, or is a batch of caches made by `vmap`.

@@ -55,6 +55,7 @@ def cells(cache: Cache, ax: Axes | None = None) -> Axes:
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
+      ImportError: If the package matplotlib is not installed.
       TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.
       ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
     """
@@ -113,6 +114,8 @@ def occupancy(
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
+      ImportError: If the package matplotlib is not installed.
+      TypeError: If a cache is traced, or has shapes instead of arrays.
       ValueError: If there is no step, if caches and numbers are mixed, or if a cache was donated.
     """
     if len(steps) == 0:
@@ -178,6 +181,7 @@ def attention_mask(
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
+      ImportError: If the package matplotlib is not installed.
       TypeError: If the cache, or the part, is recurrent or for cross-attention.
       ValueError: If the ubatch was made for another cache, or was not applied to this cache.
       ValueError: If a cell that the ubatch filled was overwritten later.
@@ -227,6 +231,9 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     Args:
       cache: cache, or its shapes from `jax.eval_shape`.
       ax: matplotlib axes to draw on; None for new axes.
+
+    Raises:
+      ImportError: If the package matplotlib is not installed.
     """
     ax = _ensure_axes(ax)
     parts = cache.parts

@@ -178,7 +178,7 @@ def beam(
     Returns:
       A `BeamResult`, best hypothesis first: `cache`, `tokens` `[k, n]` int32 (-1 after the end),
       `scores` `[k]` float32 (-inf for a missing hypothesis), `lengths` and `num_cached` `[k]`
-      int32, and `reason` `[]` int32, a `Reason`: OK unless the search ended early.
+      int32, and `reason` `[]` int32, a `Reason`, such as OUT_OF_CELLS or OK.
 
       Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. An
       unfinished hypothesis is cached except for its last token. The first tokens of a finished

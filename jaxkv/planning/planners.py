@@ -71,14 +71,18 @@ def init_batch(
         of each cross-attention layer with `write_kv`, or call `encode` instead of `init_batch`.
 
     Returns:
-      A `Plan`. If the plan is refused, `plan.ok` is False, and `plan.check()` raises.
+      A `Plan`: the tuple `ubatches`, `ok` `[]` bool, `reason` `[Q]` int32 (a `Reason` for each
+      sequence), and `fits` `[Q]` bool. If the plan is refused, for example because too few cells
+      are free, `plan.ok` is False, and `plan.check()` raises a `PlanRefusedError`.
 
     Raises:
-      TypeError: If `batch` is not a `Batch`, or `encoder` is True without cross-attention layers.
-      ValueError: If a concrete sequence id is invalid, or the batch is empty.
+      TypeError: If `batch` is not a `Batch`, `ubatch_size` is not an integer, or `encoder` is True
+        without cross-attention layers.
+      ValueError: If a concrete sequence id is not from 0 to Q - 1, or no token is valid.
       ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
         requires a row for each sequence.
-      ValueError: If `ubatch_size` exceeds the `ubatch_size` of the cache, or `split_by` is unknown.
+      ValueError: If `ubatch_size` is below 1 or exceeds the `ubatch_size` of the cache.
+      ValueError: If `split_by` is unknown.
       ValueError: If `encoder` is True and the batch has positions.
       ValueError: If a token of a source or of a recurrent cache belongs to several sequences.
 

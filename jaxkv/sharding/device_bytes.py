@@ -93,13 +93,16 @@ def device_bytes(
         fully on each device.
 
     Returns:
-      A `DeviceBytes` with the bytes on each device: `table`, `buffers`, `params`, `sent` and
-      `total`. Its messages describe uneven placements, and streams or heads that are not split.
+      A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers`, `params`, `sent`
+      and `total`. The messages in `uneven` describe uneven placements, and those in `whole` streams
+      or heads that are not split.
 
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
-      ValueError: If the argument `heads` is not a multiple of the number of key/value heads.
+      ValueError: If the argument `heads` is below 1 or not a multiple of the number of key/value
+        heads.
+      TypeError: If the argument `heads` is not an integer.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))

@@ -55,8 +55,21 @@ class SnapshotInfo:
 def inspect(source: Source) -> SnapshotInfo:
     """Return the description of a snapshot; the arrays of a file are not read.
 
-    `source` is the path of a snapshot file, or the bytes of a snapshot. Bytes are copied. The
-    errors are those of `load(source)`, but damaged arrays are detected only by `load`.
+    Args:
+      source: path of a snapshot file, or the bytes of a snapshot; bytes are copied.
+
+    Returns:
+      A `SnapshotInfo`: `sequences`, a tuple of saved ids; `tokens`, a dict from ids to lists;
+      `model_id` and `notes`, as passed to `save`; `version`, an int. The field `cache` has the
+      shapes of the cache that `load` makes. `arrays` maps the name of each array to its dtype and
+      shape.
+
+    Raises:
+      ImportError: If the package safetensors is not installed.
+      OSError: If the file does not exist, is a folder or a device, or cannot be opened.
+      TypeError: If `source` is neither a path nor bytes.
+      ValueError: If the file is not a snapshot, has another version, or has a damaged description.
+        Only `load` detects damaged arrays.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
@@ -122,8 +135,9 @@ def load(
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
       PlanRefusedError: If a stream has too few free cells; with contiguous placement, also if runs
         of free cells are too short.
-      TypeError: If a compared `model_id` is not a JSON value, or the existing cache has shapes
-        only.
+      TypeError: If `source` is neither a path nor bytes, or a compared `model_id` is not a JSON
+        value.
+      TypeError: If `into` is not a `Cache`, or has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.

@@ -34,7 +34,7 @@ def scan_ssd(
       x: inputs, finite also at padding.
       steps: step sizes, 0 at padding. A step of size 0 leaves the state unchanged.
       rate: decay rate of each head, below 0.
-      b: projection of the input into the state.
+      b: projection of the input into the state. G, the number of groups of heads, divides H.
       c: projection of the state to the output.
       state: state before the first token of each row.
       counts: number of tokens of the row before each returned state. Each count of a row

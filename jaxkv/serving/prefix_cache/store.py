@@ -118,12 +118,16 @@ class PrefixStore:
         Args:
           cache: The cache of the store.
           tokens: `[n]`. The whole prompt.
-          seq: Id of a sequence that is not in the store.
+          seq: Id of a sequence that is not in the store. Its old tokens are removed.
           donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
+
+        Returns:
+          The next `cache` and `store`, and `hit`: `hit.length` is the number of forked tokens, an
+          int, and `hit.miss` is the `MissReason` why not more tokens were forked.
 
         Raises:
           ValueError: If no token is given, or the sequence is in the store or not in the cache.
-          TypeError: If tokens are not integers.
+          TypeError: If tokens or the sequence id are not integers.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -159,9 +163,13 @@ class PrefixStore:
           seq: Id of a sequence that is not in the store.
           donate: See `fork`.
 
+        Returns:
+          The next `cache` and `store`, and `hit`: `hit.length` is the number of stored tokens, an
+          int, and `hit.miss` is the `MissReason` why the prompt was not stored.
+
         Raises:
           ValueError: If the sequence has fewer positions than tokens, or if `fork` would raise.
-          TypeError: If tokens are not integers.
+          TypeError: If tokens or the sequence id are not integers.
 
         Examples:
           The window has two positions, and the first tokens were evicted:
@@ -213,8 +221,12 @@ class PrefixStore:
           cache: The cache of the store.
           cells: Maximum number of cells of the store afterwards; 0 evicts all prompts.
 
+        Returns:
+          The next `cache` and `store`.
+
         Raises:
           ValueError: If `cells` is below 0.
+          TypeError: If `cells` is not an integer.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
