@@ -184,9 +184,8 @@ def make_batch(
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
         - For a token that several sequences share, a list of ids in place of one id, or an array
           `[B, n]` or `[R, T, n]` of ids, padded with -1. If the owners of a token differ in an
-          earlier token, the plan is refused: each owner that differs from the owner with the lowest
-          id has `Reason.DIVERGED`, and the other owners have OK. Recurrent caches accept no shared
-          tokens.
+          earlier token, the plan is refused. Each owner that differs from the owner with the lowest
+          id has `Reason.DIVERGED`; the others have OK. Recurrent caches accept no shared tokens.
 
       positions: int32 position of each token; by default, the next positions of each sequence.
       outputs: bool, True for tokens that need logits; default the last token of each sequence.

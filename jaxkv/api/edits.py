@@ -235,10 +235,12 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
     owners. If `Cache.can_seq_add` is False, two tokens of a sequence may get equal positions.
 
-    If `ok` `[]` bool is False, the cache is unchanged. `ok` is False if a position would reach
-    2**31 - 1, if the next token of a sequence would attend to an evicted cell, or if the last
-    positions of the parts of a hybrid cache would differ. With recurrent states, `ok` is also False
-    if the range has tokens and `p0 + delta` is negative.
+    The flag `ok` is `[]` bool. If it is False, the cache is unchanged, for one of these reasons:
+
+    - A position would reach 2**31 - 1.
+    - The next token of a sequence would attend to an evicted cell.
+    - The last positions of the parts of a hybrid cache would differ.
+    - With recurrent states, the range has tokens and `p0 + delta` is negative.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
@@ -288,9 +290,11 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     frees no cell. In recurrent layers, a division by more than 1 removes the states in the range,
     except the current state.
 
-    `ok` `[]` bool is False if a traced divisor is below 1, the next token of a sequence would
-    attend to an evicted cell, or the last positions of the parts of a hybrid cache would differ.
-    Then the cache is unchanged.
+    The flag `ok` is `[]` bool. If it is False, the cache is unchanged, for one of these reasons:
+
+    - A traced divisor is below 1.
+    - The next token of a sequence would attend to an evicted cell.
+    - The last positions of the parts of a hybrid cache would differ.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.

@@ -193,9 +193,9 @@ def read_kv(
     mask. Arguments and errors are those of `attend`.
 
     Returns:
-      A named tuple: keys `k` `[P, K, N, D]` and values `v` `[P, K, N, Dv]` in the dtype of the
-      buffers (float32 if quantised), `mask` `[P, T, N]` bool, True if a token attends to a cell,
-      and `positions` `[P, N]` int32, -1 for an empty cell.
+      A named tuple, `KVView`. The keys `k` `[P, K, N, D]` and the values `v` `[P, K, N, Dv]` have
+      the dtype of the buffers (float32 if quantised). The `mask` `[P, T, N]` bool is True if a
+      token attends to a cell. The `positions` `[P, N]` int32 are -1 for empty cells.
 
       - Values are finite. A key is NaN if the key or its value was not finite when written.
       - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a

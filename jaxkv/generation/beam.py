@@ -176,9 +176,12 @@ def beam(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `BeamResult`, best hypothesis first: `cache`, `tokens` `[k, n]` int32 (-1 after the end),
-      `scores` `[k]` float32 (-inf for a missing hypothesis), `lengths` and `num_cached` `[k]`
-      int32, and `reason` `[]` int32, a `Reason`, such as OUT_OF_CELLS or OK.
+      A `BeamResult` with the best hypothesis first. Its fields are `cache` and these arrays:
+
+      - `tokens` `[k, n]` int32: the tokens of each hypothesis, with -1 after the end.
+      - `scores` `[k]` float32: the scores, not normalised; -inf for a missing hypothesis.
+      - `lengths` and `num_cached` `[k]` int32: the numbers of tokens, and of cached tokens.
+      - `reason` `[]` int32: a `Reason`, such as OUT_OF_CELLS, or OK.
 
       Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. An
       unfinished hypothesis is cached except for its last token. The first tokens of a finished

@@ -77,11 +77,13 @@ def decode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `DecodeResult`. `tokens` `[Z, num_tokens]` int32 are the tokens sampled in this call, a stop
-      token included, with -1 after the end of a sequence; `lists()` omits the padding. The token
-      that `init_decode` sampled is in the result of `init_decode`. `logprobs` `[Z, num_tokens]`
-      float32 are the log-probabilities under the unadjusted logits. `finish_reason` `[Z]` int32 is
-      a `jaxkv.Reason` for each sequence; `cache` and `state` are for the next call.
+      A `DecodeResult`. The fields `cache` and `state` are for the next call.
+
+      - `tokens` `[Z, num_tokens]` int32 are the tokens sampled in this call, a stop token included,
+        with -1 after the end of a sequence. The method `lists()` omits the padding. The token that
+        `init_decode` sampled is in the result of `init_decode`.
+      - `logprobs` `[Z, num_tokens]` float32 are the log-probabilities under the unadjusted logits.
+      - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence.
 
     Raises:
       ValueError: If arrays of the state or the sampler are for different numbers of sequences, or

@@ -47,9 +47,9 @@ def encode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `PrefillResult` with `cache`, `ok` `[]` bool and `reason` `[Q]` int32; `logits` and
-      `sequences` are None. Inside of `jit`, a refused plan does not raise: `ok` is False, and the
-      cache is unchanged, bit for bit.
+      A `PrefillResult` with None in place of `logits` and `sequences`. The other fields are
+      `cache`, `ok` `[]` bool and `reason` `[Q]` int32. Inside of `jit`, a refused plan does not
+      raise: `ok` is False, and the cache is unchanged, bit for bit.
 
     Raises:
       PlanRefusedError: If the sources do not fit, or a sequence already has a source.

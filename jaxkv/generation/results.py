@@ -67,7 +67,7 @@ class DecodeResult(NamedTuple):
         """Return the tokens of each sequence as a list without padding.
 
         Raises:
-          TypeError: If `tokens` is None, since tokens were passed to `init_decode`.
+          TypeError: If the result is from `init_decode` with the argument `tokens`.
         """
         return [[token for token in row if token >= 0] for row in np.asarray(self.tokens).tolist()]
 

@@ -76,7 +76,8 @@ class Drafter(ABC):
 
         Returns:
           The drafter for `update`, and the `DraftTokens`: `tokens` int32 and `valid` bool, `[Z, n]`
-          or `[Z, k, n]`. `adjusted` is None, or the float32 logits `[..., V]` that were drawn from.
+          or `[Z, k, n]`, and `adjusted`. If tokens are random, `adjusted` has the float32 logits
+          `[Z, n, V]` or `[Z, k, n, V]` of the draws; otherwise None.
         """
 
     @abstractmethod
