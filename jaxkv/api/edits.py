@@ -241,12 +241,13 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     - The next token of a sequence would attend to an evicted cell.
     - The last positions of the parts of a hybrid cache would differ.
     - With recurrent states, the range has tokens and `p0 + delta` is negative.
+    - A traced bound is below -1.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
       seq: id of the sequence to shift. For a traced id out of range, the cache is unchanged and
         `ok` is True.
-      p0: first position of the range; -1 means 0. A traced bound below -1 sets `ok` to False.
+      p0: first position of the range; -1 means 0.
       p1: one past the last position of the range; None or -1 means no end.
       delta: number to add to each position. Tokens with a negative new position are removed.
 
@@ -292,14 +293,14 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     The flag `ok` is `[]` bool. If it is False, the cache is unchanged, for one of these reasons:
 
-    - A traced divisor is below 1.
+    - A traced divisor is below 1, or a traced bound is below -1.
     - The next token of a sequence would attend to an evicted cell.
     - The last positions of the parts of a hybrid cache would differ.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
       seq: sequence id. For a traced id out of range, the cache is unchanged and `ok` is True.
-      p0: first position of the range; -1 means 0. A traced bound below -1 sets `ok` to False.
+      p0: first position of the range; -1 means 0.
       p1: one past the last position of the range; None or -1 means no end.
       divisor: at least 1.
 

@@ -197,7 +197,8 @@ def beam(
       ValueError: If `num_beams` or `num_tokens` is below 1, or Q is below `num_beams`.
       ValueError: Outside of `jit`, if the first beam sequence is empty or the cache was donated.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
-      TypeError: If a count, a sequence id or a stop token is not an integer.
+      TypeError: If a count, a sequence id or a stop token is not an integer, `length_penalty` is
+        not a number, or `forward` is not a function.
 
     Examples:
       The model predicts t + 1 after token t, or t + 2 with a lower probability. Token 3 is the stop

@@ -96,11 +96,13 @@ def generate(
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
       ValueError: If both or neither of the arguments `spec` and `cache` are passed.
       ValueError: If there is no prompt or an empty prompt, or a list contains a negative token.
+      ValueError: If `prompts` is one list of tokens; pass `[tokens]`.
       ValueError: If a count is below 1, a seed is out of range, or the number of seeds is wrong.
       ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
       ValueError: If `cache` has too few sequences.
       ValueError: If `make_cache`, `decode` or `speculate` would raise.
-      TypeError: If tokens, counts or seeds are not integers, or the drafter is not a `Drafter`.
+      TypeError: If tokens, counts or seeds are not integers, or `forward`, `spec`, `cache`,
+        `sampler` or `drafter` has the wrong type.
 
     Examples:
       The model predicts the next number, and 3 is the stop token:

@@ -78,11 +78,12 @@ def init_decode(
 
     Returns:
       A `DecodeResult` with the unchanged cache, the state for `decode`, and the first tokens
-      `[Z, 1]`. If tokens were passed, the field `tokens` of the result is None.
+      `[Z, 1]`, -1 for a sequence that ended without a token. If tokens were passed, the result has
+      None in place of `tokens` and `logprobs`.
 
     Raises:
       ValueError: If both or neither of the arguments `logits` and `tokens` are passed.
-      ValueError: If the shape of logits is not `[Z, V]`, or Z is above 1 without sequence ids.
+      ValueError: If logits are not floats `[Z, V]`, or Z is above 1 without sequence ids.
       ValueError: If sequence ids are passed with the result of `prefill`.
       ValueError: If logits have more rows than there are sequences. A traced `prefill` returns
         padded rows.

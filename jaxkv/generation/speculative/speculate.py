@@ -127,7 +127,8 @@ def speculate(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `DecodeResult`, as from `decode`, without the token that `init_decode` sampled.
+      A `DecodeResult`, as from `decode`, without the token that `init_decode` sampled: `tokens` are
+      `[Z, num_tokens]` int32, with -1 after the end of a sequence.
       `num_model_steps`, `num_drafted` and `num_accepted` `[Z]` int32 count for each sequence;
       `drafter` is the drafter for the next call.
 
@@ -137,7 +138,7 @@ def speculate(
         sequences, or one sequence in each stream.
       ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
       ValueError: If drafter and state differ in Z, caches differ in Q, or a cache was donated.
-      TypeError: If the drafter, the sampler or the state has the wrong type.
+      TypeError: If the drafter, the sampler, the state or `forward` has the wrong type.
 
     Examples:
       The model counts modulo 3, and nine tokens take three steps:
