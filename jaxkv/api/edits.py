@@ -174,7 +174,8 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       parents: id of the parent of each sequence to replace. A sequence may be its own parent.
       sequences: distinct ids of the sequences to replace. If the id or the parent is traced and out
         of range, the sequence is unchanged. For a repeated traced id, the last parent is copied.
-      donate: see `seq_cp`.
+      donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
+        cache, which becomes invalid. If False, the buffers are copied.
 
     Raises:
       ValueError: If `parents` and `sequences` are not lists of equal length.
@@ -209,6 +210,10 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
 
     The kept sequence becomes the only owner of its cells. Encoder sources of other sequences are
     removed. For a traced id out of range, the cache is unchanged.
+
+    Args:
+      cache: any cache.
+      seq: id of the sequence to keep, which may be empty.
 
     Raises:
       TypeError: If the id is not an integer.
@@ -305,9 +310,10 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       divisor: at least 1.
 
     Raises:
-      TypeError: If the divisor is not an integer.
-      ValueError: If a concrete divisor is below 1.
-      TypeError, ValueError: If `seq_add` would raise for the same cache, sequence and range.
+      TypeError: If an id, a bound or the divisor is not an integer.
+      ValueError: If attention layers were made without the argument `rope`.
+      ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
+      ValueError: If a concrete divisor is below 1, or an id or a bound is a list.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))

@@ -152,11 +152,32 @@ def write_kv(
 ) -> Cache:
     """Write keys and values of a ubatch into a layer, without attention.
 
-    A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
-    arguments and errors of `write_kv` are those of `attend`. No key is written for padding, or for
-    a ubatch that is refused, stale or not applied. If a key or its value is not finite in the dtype
-    of the buffers, the stored key is NaN, and the stored value is zero. Omit `v` only in a layer
-    whose values are slices of the keys.
+    A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. No
+    key is written for padding, or for a ubatch that is refused, stale or not applied. If a key or
+    its value is not finite in the dtype of the buffers, the stored key is NaN, and the stored value
+    is zero.
+
+    Args:
+      cache: a cache to which the ubatch was applied (`apply`).
+      layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
+      ubatch: the tokens of the keys; `[R, T]` is the shape of `ubatch.valid`.
+      k: keys, already rotated by the rope of the layer, cast to the dtype of the cache.
+      v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
+
+    Returns:
+      The cache with the keys and values written.
+
+    Raises:
+      ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
+      ValueError: If the layer number is static, and the ubatch was already written to the layer in
+        the same trace. Outside of `jit`, a second write replaces the first one.
+      ValueError: If the ubatch was planned for another `TableSpec`, or the buffers were donated.
+      ValueError: If encoder sources are written to a self-attention layer, or other tokens to a
+        cross-attention layer.
+      TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
+      TypeError: If `k` or `v` is not an array of floats, `v` is missing, or `v` is passed although
+        values are slices of the keys.
+      TypeError: If the layer number is not an integer, or is traced and the cache is not stacked.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -190,7 +211,14 @@ def read_kv(
     result has the keys and values of all cells of the list's stream. If S is 1, or if row r of the
     ubatch is sequence r, a list contains all rows of a stream; otherwise each row is a list.
     Reshape queries and their positions to `[P, T, ...]`; P and T are the first two sizes of the
-    mask. Arguments and errors are those of `attend`.
+    mask.
+
+    Args:
+      cache: a cache to which the ubatch was applied, after the layer has written it (`write_kv`).
+      layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
+      ubatch: the tokens of the mask.
+      causal: If False, tokens also attend to later tokens of the ubatch, see `attend`.
+      visible_until: the highest position that each token attends to, see `attend`.
 
     Returns:
       A named tuple, `KVView`. The keys `k` `[P, K, N, D]` and the values `v` `[P, K, N, Dv]` have
@@ -205,6 +233,16 @@ def read_kv(
         True, and all keys of the stream are NaN. All keys of a list are also NaN if the layer was
         not written. Keys are NaN, too, if a token of the list attends to later tokens that are not
         written (`causal=False`, `visible_until`).
+
+    Raises:
+      ValueError: If no attention layer has the layer number, or `visible_until` is not `[R, T]`.
+      ValueError: If the ubatch was planned for another `TableSpec`, or the buffers were donated.
+      ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
+      ValueError: If a ubatch of encoder sources is passed for a self-attention layer, or
+        `visible_until` for a cross-attention layer.
+      TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
+      TypeError: If `visible_until` is not of integers, or `causal` is not a static bool.
+      TypeError: If the layer number is not an integer, or is traced and the cache is not stacked.
 
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:
@@ -285,9 +323,13 @@ def write_states(
         tokens of the row the state includes; for 0 tokens, the state is not written. If E is 0, an
         array `[R, ...]` is accepted too.
 
+    Returns:
+      The cache with the states written.
+
     Raises:
-      ValueError: If state names or shapes differ from the spec, or if `read_states` would raise.
-      TypeError: If `states` is not a mapping, or if `read_states` would raise.
+      ValueError: If state names or shapes differ from the spec.
+      TypeError: If `states` is not a mapping.
+      ValueError, TypeError: If `read_states` would raise for the same cache, layer and ubatch.
 
     Examples:
       >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)})

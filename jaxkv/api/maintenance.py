@@ -111,9 +111,10 @@ def compact(
     Args:
       cache: any cache.
       batch: tokens that must fit; None to run both the rotation and the defrag.
-      ubatch_size: see `init_batch`.
-      max_moves: see `defrag_plan`.
-      donate: see `apply`.
+      ubatch_size: largest number of tokens of the batch in a ubatch, see `init_batch`.
+      max_moves: largest number of runs of cells to move in each stream, see `defrag_plan`.
+      donate: If True, a rotation or a defrag outside of `jit` reuses the buffers of the input
+        cache, which becomes invalid. If False, the buffers are copied.
 
     Returns:
       The next cache, and the flag `ok` `[]` bool, which is True if the batch fits or no batch is
@@ -156,9 +157,9 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
-    The flag `ok` `[]` bool is False if a ubatch, a copy between streams or a defrag overwrote a
-    cell of the earlier table. It is also False if an update rotated the key of such a cell. If `ok`
-    is False, the later cache is returned. Plans for later tables become stale.
+    The flag `ok` is False if a ubatch, a copy between streams or a defrag overwrote a cell of the
+    earlier table. It is also False if an update rotated the key of such a cell. Plans for later
+    tables become stale.
 
     Cells are compared by hashes, which depend on all earlier steps and edits of a stream. A removed
     and rewritten cell counts as overwritten, even with the same token. Two equal steps from the
@@ -167,6 +168,9 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     Args:
       cache: the later cache.
       to: table of the earlier cache. The earlier buffers may be donated, but not the table.
+
+    Returns:
+      The earlier cache, or the later cache if it cannot be rewound, and the flag `ok` `[]` bool.
 
     Raises:
       TypeError: If `to` is not a table.

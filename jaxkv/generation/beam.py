@@ -162,7 +162,7 @@ def beam(
     no cell is free) or a logit of NaN or +inf also ends the search, with a `reason`.
 
     Args:
-      forward: See `prefill`.
+      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: A cache in which the first beam sequence contains the prompt.
       logits: Logits of the last token of the prompt.
@@ -173,7 +173,7 @@ def beam(
         be in one stream. Forks of the first beam sequence replace the other beam sequences.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
-      donate: Reuse the buffers of the input cache, see `prefill`.
+      donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:
       A `BeamResult` with the best hypothesis first. Its fields are `cache` and these arrays:

@@ -40,7 +40,7 @@ def context_shift(
       seq: Id of the sequence.
       num_keep: Number of tokens to keep at the beginning of the sequence.
       num_discard: Number of positions to remove after the kept tokens.
-      donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
+      donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
 
     Returns:
       The cache and `ok` `[]` bool. If `ok` is False, the cache is unchanged, for one of these
@@ -110,7 +110,7 @@ def self_extend(
         A smaller number is not detected, and groups tokens a second time.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
-      donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
+      donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
 
     Returns:
       The cache, `ok` `[]` bool and `grouped` `[]` int32. If fewer than `width` tokens are

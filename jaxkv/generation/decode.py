@@ -65,7 +65,7 @@ def decode(
     - An edit changed the last cached token after the state was made (`Reason.EDITED`).
 
     Args:
-      forward: See `prefill`.
+      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: The cache after the prompts.
       state: State of each sequence, from `init_decode` or the result of an earlier call.
@@ -74,7 +74,7 @@ def decode(
         temperature. Greedy by default.
       stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[Z, n]` with a list for
         each sequence; -1 is padding.
-      donate: Reuse the buffers of the input cache, see `prefill`.
+      donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:
       A `DecodeResult`. The fields `cache` and `state` are for the next call.

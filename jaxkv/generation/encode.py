@@ -44,7 +44,7 @@ def encode(
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.
-      donate: Reuse the buffers of the input cache, see `prefill`.
+      donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:
       A `PrefillResult` with None in place of `logits` and `sequences`. The other fields are

@@ -65,7 +65,7 @@ def generate(
     Sequence `i * num_samples + j` is sample j of prompt i. Call `generate` outside of `jit`.
 
     Args:
-      forward: See `prefill`.
+      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       prompts: P lists of tokens, each with at least one token, or an array `[P, n]` with -1 as
         padding. Tokens are not compared with the vocabulary.

@@ -49,7 +49,7 @@ def score(
     by at least 16. Lengths of lists are rounded up, so that similar calls share a compiled program.
 
     Args:
-      forward: See `prefill`.
+      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       texts: A list of tokens for each of Z texts, or an array `[Z, n]`. An array may be traced, and
         may contain -1 as padding at any index.

@@ -52,7 +52,7 @@ class Engine:
     tokens of other requests.
 
     Args:
-      forward: See `prefill`.
+      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: A cache that is empty except for the sequences of `prefix_store`. The input cache is
         donated; `engine.cache` is the current cache.

@@ -35,7 +35,7 @@ def draft_model(
     sampler, branches are random draws; samples still follow the verifying model's distribution.
 
     Args:
-      forward: The draft model, see `prefill`.
+      forward: The draft model `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Parameters of the draft model, any pytree.
       cache: Cache of the draft model, with the prompts in the same sequences as in the cache of
         `speculate`. With recurrent states, `max_rollback` must be at least `num_draft_tokens`.

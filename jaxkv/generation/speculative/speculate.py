@@ -114,7 +114,7 @@ def speculate(
     of the same stream. If too few sequences are empty when a call starts, there are fewer branches.
 
     Args:
-      forward: See `prefill`.
+      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: The cache after the prompts. With recurrent states, `max_rollback` must be at least
         `num_draft_tokens`, and only one branch is possible.
@@ -124,11 +124,11 @@ def speculate(
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: See `decode`.
       stop_tokens: See `decode`.
-      donate: Reuse the buffers of the input cache, see `prefill`.
+      donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:
-      A `DecodeResult`, as from `decode`, without the token that `init_decode` sampled: `tokens` are
-      `[Z, num_tokens]` int32, with -1 after the end of a sequence.
+      A `DecodeResult`, as from `decode`. The array `tokens` is `[Z, num_tokens]` int32, with -1
+      after the end of a sequence, and without the token that `init_decode` sampled.
       `num_model_steps`, `num_drafted` and `num_accepted` `[Z]` int32 count for each sequence;
       `drafter` is the drafter for the next call.
 
