@@ -160,8 +160,14 @@ class Cache(Partitioned):
         """Return whether positions would stay unique in every sequence after `seq_add`.
 
         `seq_add` shifts a shared cell for all owners, so two tokens of an owner may get equal
-        positions. The result is also False if a position would reach 2**31 - 1. Arguments and
-        errors are the same as for `seq_add`.
+        positions. The result is also False if a position would reach 2**31 - 1. The arguments are
+        those of `seq_add`.
+
+        Raises:
+          TypeError: If an id, a bound or `delta` is not an integer.
+          ValueError: If attention layers were made without the argument `rope`.
+          ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
+          ValueError: If an argument is a list, or a concrete `abs(delta)` exceeds 2**31 - 1.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)

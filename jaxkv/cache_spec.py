@@ -208,10 +208,14 @@ class CacheSpec:
         sequences of one stream share the source. `seq_rm` removes the source only together with the
         whole sequence. Shifts, `seq_pos_min` and `seq_pos_max` ignore sources.
 
-        For arguments see `CacheSpec.attention`; `value_dim` must not be a slice.
+        Args:
+          layers: L, the number of cross-attention layers.
+          kv_heads: K, the number of key/value heads; one number, or one for each layer.
+          head_dim: D, the size of a key; one number, or one for each layer.
+          value_dim: Dv, the size of a value; one number, or one for each layer; default D.
 
         Raises:
-          TypeError: If a count is not an integer.
+          TypeError: If a count is not an integer, such as a slice.
           ValueError: If a count is out of range, or a list of sizes does not have L entries.
 
         Examples:

@@ -69,7 +69,11 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
     An update or a defrag concerns all streams, and all parts of a hybrid cache. `is_current`
-    accepts the same plans as `apply`, and raises the same errors.
+    accepts the same plans as `apply`.
+
+    Raises:
+      TypeError: If `plan` is neither a ubatch nor a plan.
+      ValueError: If the plan has several ubatches, or was made for another `TableSpec`.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

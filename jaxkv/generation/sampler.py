@@ -34,7 +34,11 @@ class Sampler:
         return ()
 
     def adjust(self, logits: Float[Array, "Z V"], state: PyTree) -> Float[Array, "Z V"]:
-        """Return the adjusted float32 logits; a logit of -inf excludes a token."""
+        """Return the adjusted logits; a logit of -inf excludes a token.
+
+        Loops pass float32 logits. The argument `state` is the result of `init` or of the last call
+        of `update`.
+        """
         del state
         return logits
 

@@ -100,6 +100,7 @@ def device_bytes(
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
+      ValueError: If a mesh axis would split two dimensions, such as streams and heads.
       ValueError: If the argument `heads` is below 1 or not a multiple of the number of key/value
         heads.
       TypeError: If the argument `heads` is not an integer.

@@ -56,8 +56,10 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       The cache with `jax.ShapeDtypeStruct` in place of arrays; shapes are those of whole arrays.
 
     Raises:
+      TypeError: If `make` does not return a `Cache`.
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
+      ValueError: If a mesh axis would split two dimensions, such as streams and heads.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))

@@ -258,7 +258,8 @@ class PrefixStore:
         """Return a store with the given prompts, such as the prompts of a snapshot.
 
         Args:
-          prompts: Tokens `[n]` of each prompt by sequence id, least recently used first.
+          prompts: Tokens `[n]` of each prompt by sequence id, least recently used first. They are
+            not compared with a cache.
 
         Raises:
           ValueError: If the sequence id of a prompt is not in the store.
