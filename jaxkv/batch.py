@@ -200,7 +200,8 @@ def make_batch(
 
     Raises:
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.
-      ValueError: If one of several token lists is empty, or a concrete valid token id is negative.
+      ValueError: If one of several token lists is empty, or a valid token id in a list or a NumPy
+        array is negative. For a JAX array, the plan is refused (`Reason.NEGATIVE_TOKEN`).
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.

@@ -215,7 +215,7 @@ class CacheSpec:
           value_dim: Dv, the size of a value; one number, or one for each layer; default D.
 
         Raises:
-          TypeError: If a count is not an integer, such as a slice.
+          TypeError: If a count is not an integer, or `value_dim` is a slice.
           ValueError: If a count is out of range, or a list of sizes does not have L entries.
 
         Examples:

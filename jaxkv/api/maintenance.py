@@ -122,8 +122,9 @@ def compact(
 
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
-      ValueError: If `max_moves` is below 1, or the buffers that must change were donated.
-      TypeError, ValueError: If `init_batch` or `defrag_plan` would raise.
+      ValueError: If buffers that must change were donated.
+      TypeError, ValueError: If `init_batch` raises for the batch, or if gaps must be closed and
+        `max_moves` is not an integer of at least 1.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)

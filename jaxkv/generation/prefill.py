@@ -59,9 +59,11 @@ def prefill(
       logits `[O, V]` belong to the n output tokens; the other rows have the sequence id -1.
 
     Raises:
-      PlanRefusedError: If the batch is refused, see `Reason`. The input cache stays valid.
+      PlanRefusedError: If the batch is refused, for example because too few cells are free, see
+        `Reason`. The input cache stays valid.
       ValueError: If the batch is empty, or a list of tokens is empty.
-      ValueError: If a concrete sequence id is not in the cache, or a token is negative.
+      ValueError: If a concrete sequence id is not in the cache, or a token in a list or a NumPy
+        array is negative.
       ValueError: If the plan is stale or has another number of tokens.
       ValueError: If both `plan` and `ubatch_size` are passed.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
