@@ -283,8 +283,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       layer did not write the states of the previous ubatch, or has overwritten these states.
 
     Raises:
-      ValueError: If the ubatch was planned for another `TableSpec`, even without states in the
-        cache.
+      ValueError: If the ubatch is for another `TableSpec`, even if the cache has no states.
       ValueError: If the ubatch has encoder sources.
       ValueError: If no layer has the number, the layer has no states, or the buffers were donated.
       TypeError: If the ubatch or the layer number has the wrong type, or if the cache has no states
