@@ -112,7 +112,8 @@ def compact(
       cache: any cache.
       batch: tokens that must fit; None to run both the rotation and the defrag.
       ubatch_size: largest number of tokens of the batch in a ubatch, see `init_batch`.
-      max_moves: largest number of runs of cells to move in each stream, see `defrag_plan`.
+      max_moves: largest number of runs of cells to move in each stream, see `defrag_plan`; None
+        means no limit.
       donate: If True, a rotation or a defrag outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 

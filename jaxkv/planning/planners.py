@@ -214,8 +214,9 @@ def plan_step(
     Returns:
       A plan of one ubatch, `plan.ubatch`. The ubatch has an output for each element of the
       argument `tokens`, in the same order, so logits can be reshaped to `[Z, V]` or `[Z, n, V]`. If
-      `ok` is False, the plan has no effect. The array `reason` has a `Reason` for each sequence id
-      of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. A sequence that would fit has OK.
+      `ok` `[]` bool is False, the plan has no effect. The array `reason` `[Q]` int32 has a `Reason`
+      for each sequence id of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. A sequence that
+      would fit has OK.
 
     Raises:
       TypeError: If tokens or ids are not integers, or `active` is not bool (or concrete 0 and 1).

@@ -170,11 +170,13 @@ def prompt_lookup(
     tokens did not occur before, the step has no draft and computes one token.
 
     Args:
-      prompts: Tokens of each sequence so far, an array or a list of lists.
+      prompts: Tokens of each sequence so far, a list of lists, or an array `[Z, n]` that is padded
+        in front with -1.
       ngram: Number of last tokens to find earlier in the sequence, static.
       num_draft_tokens: Maximum number of tokens of a draft, static.
       recent: C, the number of recent tokens to search, static.
-      num_branches: Maximum number of branches (distinct continuations of the last tokens), static.
+      num_branches: k, the maximum number of branches (distinct continuations of the last tokens),
+        static.
 
     Returns:
       A drafter for `speculate`, which stores the last C tokens of each of Z sequences in `recent`
