@@ -283,6 +283,7 @@ def write_states(
     Raises:
       ValueError: If state names or shapes differ from the spec, or if `read_states` would raise.
       TypeError: If `states` is not a mapping, or if `read_states` would raise.
+      TypeError: If a state has floats for a state of integers, or complex numbers for floats.
 
     Examples:
       >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)})
