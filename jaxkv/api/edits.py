@@ -296,7 +296,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     Raises:
       TypeError: If the divisor is not an integer.
-      ValueError: If a concrete divisor is below 1.
+      ValueError: If the divisor is a list, or a concrete divisor is below 1.
       TypeError, ValueError: If `seq_add` would raise for the same cache, sequence and range.
 
     Examples:
@@ -312,16 +312,12 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     llama.cpp: `llama_memory_seq_div`.
     """
+    divisor = check_position(divisor, "divisor")
     if is_concrete(divisor):
         check_count(divisor, "divisor")
     table, buffers = split(cache)
     table.check_can_shift(buffers)
-    args = (
-        table.spec.sequence_id(seq),
-        *check_range(p0, p1),
-        check_position(divisor, "divisor"),
-    )
-    table, ok = _divide(table, *args)
+    table, ok = _divide(table, table.spec.sequence_id(seq), *check_range(p0, p1), divisor)
     return EditResult(merge(table, buffers), ok)
 
 
