@@ -152,6 +152,21 @@ class AxisPartition:
         return P(self.streams, self.kv_heads, self.cells)
 
 
+def check_sharding_rules(rules: object) -> ShardingRules:
+    """Return the argument if it is `ShardingRules`; otherwise raise a TypeError.
+
+    >>> check_sharding_rules([("kv_heads", "tensor")])
+    Traceback (most recent call last):
+    TypeError: expected ShardingRules, got list; pass sharding.ShardingRules(kv_heads="tensor"), ...
+    """
+    if not isinstance(rules, ShardingRules):
+        raise TypeError(
+            f"expected ShardingRules, got {type(rules).__name__}; pass "
+            'sharding.ShardingRules(kv_heads="tensor"), or ShardingRules.of(pairs of axes)'
+        )
+    return rules
+
+
 WHOLE = AxisPartition()
 """No dimension is split."""
 
