@@ -73,6 +73,9 @@ class Drafter(ABC):
           state: State of the sequences.
           active: Which sequences get a draft.
           at: Position of the last sampled token, which is not in a cache yet.
+
+        Raises:
+          ValueError: If the state has another number of sequences than the drafter.
         """
 
     @abstractmethod
@@ -116,6 +119,7 @@ class PromptLookup(Drafter):
         at: Int32[Array, " Z"],
     ) -> tuple[PromptLookup, DraftTokens]:
         """Draft the tokens that followed earlier occurrences of the last `ngram` tokens."""
+        check_state_size(self, state)
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
@@ -176,6 +180,7 @@ def prompt_lookup(
 
     Raises:
       ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
+      ValueError: If a list has a negative token.
 
     Examples:
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
@@ -242,6 +247,7 @@ class DraftModel(Drafter):
         at: Int32[Array, " Z"],
     ) -> tuple[DraftModel, DraftTokens]:
         """Run the draft model token by token; the first step also computes `unfed` tokens."""
+        check_state_size(self, state)
         last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
@@ -300,6 +306,16 @@ def check_drafter(drafter: object) -> Drafter:
             "generation.prompt_lookup(prompts)"
         )
     return drafter
+
+
+def check_state_size(drafter: Drafter, state: DecodeState) -> None:
+    """Raise a ValueError unless drafter and state have the same number of sequences."""
+    texts = state.token.shape[0]
+    if texts != drafter.batch_size:
+        raise ValueError(
+            f"expected a state of {drafter.batch_size} texts, as the drafter, got {texts}; make a "
+            f"drafter for {texts} texts"
+        )
 
 
 def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
