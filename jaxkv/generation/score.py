@@ -74,7 +74,7 @@ def score(
       ValueError: If traced texts or prompts are not arrays, or a text is not one list of tokens.
       ValueError: If the spec has cross-attention.
       TypeError: If tokens are not integers, or the spec is not a `CacheSpec`.
-      TypeError: If `sharding_rules` are not `ShardingRules`.
+      TypeError: If `sharding_rules` are not `ShardingRules` of names.
 
     Examples:
       A model that predicts the next number with a probability of 0.7:

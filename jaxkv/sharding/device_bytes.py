@@ -100,7 +100,7 @@ def device_bytes(
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
       ValueError: If the argument `heads` is not a multiple of the number of key/value heads.
-      TypeError: If `sharding_rules` are not `ShardingRules`.
+      TypeError: If the mesh is not a mesh, or `sharding_rules` are not `ShardingRules` of names.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
