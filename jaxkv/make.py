@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.partitioning import ShardingRules, check_mesh, check_sharding_rules
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache, parse_placement
@@ -105,6 +105,7 @@ def make_cache(
 
     Raises:
       TypeError: If `spec` is not a `CacheSpec`, a count is not an integer, or `dtype` is invalid.
+      TypeError: If the mesh is not a mesh, or `sharding_rules` are not `ShardingRules` of names.
       ValueError: If S does not divide Q, or a count is not from 1 (`max_rollback`: 0) to 2**31 - 1.
       ValueError: If attention layers without a window have no `cells`.
       ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
@@ -134,7 +135,10 @@ def make_cache(
             f"expected a CacheSpec, got {type(spec)}; make one, as CacheSpec.attention(layers=2, "
             f"kv_heads=3, head_dim=64)"
         )
-    if mesh is None and sharding_rules is not None:
+    rules = ShardingRules() if sharding_rules is None else check_sharding_rules(sharding_rules)
+    if mesh is not None:
+        check_mesh(mesh)
+    elif sharding_rules is not None:
         raise ValueError(
             f"expected a mesh for the sharding_rules, got None with {sharding_rules}; pass mesh= "
             f"too, or neither"
@@ -149,7 +153,6 @@ def make_cache(
         "stacked": stacked,
         "lanes": lanes,
     }
-    rules = ShardingRules() if sharding_rules is None else sharding_rules
     devices = None if mesh is None else rules.devices(mesh, "kv_heads")
     make = partial(_make_from_spec, spec, pools, by_part, devices)
     if mesh is not None:

@@ -313,7 +313,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       TypeError: If an id, a bound or the divisor is not an integer.
       ValueError: If attention layers were made without the argument `rope`.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
-      ValueError: If a concrete divisor is below 1, or an id or a bound is a list.
+      ValueError: If a concrete divisor is below 1, or an id, a bound or the divisor is a list.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -328,16 +328,12 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     llama.cpp: `llama_memory_seq_div`.
     """
+    divisor = check_position(divisor, "divisor")
     if is_concrete(divisor):
         check_count(divisor, "divisor")
     table, buffers = split(cache)
     table.check_can_shift(buffers)
-    args = (
-        table.spec.sequence_id(seq),
-        *check_range(p0, p1),
-        check_position(divisor, "divisor"),
-    )
-    table, ok = _divide(table, *args)
+    table, ok = _divide(table, table.spec.sequence_id(seq), *check_range(p0, p1), divisor)
     return EditResult(merge(table, buffers), ok)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.dtypes import float0
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 if TYPE_CHECKING:
@@ -150,6 +150,43 @@ class AxisPartition:
     def partition_spec(self) -> P:
         """`PartitionSpec` of an array `[S, K, N, ...]`."""
         return P(self.streams, self.kv_heads, self.cells)
+
+
+def check_sharding_rules(rules: object) -> ShardingRules:
+    """Return the argument if it is `ShardingRules` of valid axes; otherwise raise a TypeError.
+
+    >>> check_sharding_rules([("kv_heads", "tensor")])
+    Traceback (most recent call last):
+    TypeError: expected ShardingRules, got list; pass sharding.ShardingRules(kv_heads="tensor"), ...
+    """
+    if not isinstance(rules, ShardingRules):
+        raise TypeError(
+            f"expected ShardingRules, got {type(rules).__name__}; pass "
+            'sharding.ShardingRules(kv_heads="tensor"), or ShardingRules.of(pairs of axes)'
+        )
+    for field in fields(rules):
+        axis = getattr(rules, field.name)
+        names = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"expected names of mesh axes for {field.name}, got {axis!r}; pass a string, a "
+                "tuple of strings, or None"
+            )
+    return rules
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise a TypeError if the argument is not a mesh.
+
+    >>> check_mesh(8)
+    Traceback (most recent call last):
+    TypeError: expected a mesh, got int; make one, as jax.make_mesh((8,), ("tensor",))
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"expected a mesh, got {type(mesh).__name__}; make one, as "
+            'jax.make_mesh((8,), ("tensor",))'
+        )
 
 
 WHOLE = AxisPartition()

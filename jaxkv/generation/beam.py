@@ -191,6 +191,7 @@ def beam(
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not one list.
+      ValueError: If logits are not those of the vocabulary of the model.
       ValueError: If `length_penalty` is not one number, or is concrete and not finite.
       ValueError: If the number of ids is not k, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
@@ -235,11 +236,7 @@ def beam(
             f"expected stop tokens [n], got the shape {np.shape(ending)}; pass a flat list"
         )
     ids = _check_sequences(split(cache)[0].spec, sequences, num_beams)
-    if np.ndim(length_penalty) or (is_concrete(length_penalty) and not np.isfinite(length_penalty)):
-        raise ValueError(
-            f"expected one finite number for length_penalty, got {length_penalty}; pass a float"
-        )
-    args = row, ending, ids, jnp.asarray(length_penalty, jnp.float32)
+    args = row, ending, ids, _check_length_penalty(length_penalty)
     if is_traced(params, cache, args):
         cache, found = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
         return BeamResult(cache, *found)
@@ -261,6 +258,20 @@ def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> 
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"expected logits of floats, got {array.dtype}; cast them")
     return array.reshape(1, -1)
+
+
+def _check_length_penalty(length_penalty: Num[ArrayLike, ""]) -> Float[Array, ""]:
+    is_known = is_concrete(length_penalty)
+    array = np.asarray(length_penalty) if is_known else jnp.asarray(length_penalty)
+    if not (jnp.issubdtype(array.dtype, jnp.number) and jnp.isrealobj(array)):
+        raise TypeError(
+            f"expected a number for length_penalty, got {length_penalty!r}; pass a float"
+        )
+    if array.ndim or (is_known and not np.isfinite(array)):
+        raise ValueError(
+            f"expected one finite number for length_penalty, got {length_penalty}; pass a float"
+        )
+    return jnp.asarray(length_penalty, jnp.float32)
 
 
 def _check_sequences(
@@ -313,6 +324,7 @@ def _run_search(
 ) -> tuple[Cache, tuple]:
     """Return the cache, then a tuple of the other fields of `BeamResult`."""
     sequences = jnp.asarray(sequences)
+    vocabulary = logits.shape[1]
     begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
     cache, _ = seq_select(cache, sequences[jnp.zeros_like(rows)], sequences)
@@ -323,6 +335,11 @@ def _run_search(
         token = search.living.tokens[:, search.length - 1]
         plan = plan_next(table, token[:, None], sequences, is_filled(search.living)[:, None])
         cache, logits = model_step(forward, params, cache, plan.ubatches[0])
+        if logits.shape[1] != vocabulary:
+            raise ValueError(
+                f"expected logits of {logits.shape[1]} tokens, the vocabulary of forward, got "
+                f"{vocabulary}; pass the logits of a prefill of this model"
+            )
         parents, chosen = advance_search(search, logits, stop_tokens, length_penalty)
         cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))

@@ -107,7 +107,6 @@ def self_extend(
       cache: A cache without recurrent states.
       seq: Id of the sequence. The next token of the sequence gets the last position plus 1.
       grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
-        A smaller number is not detected, and groups tokens a second time.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
@@ -118,7 +117,9 @@ def self_extend(
       of these reasons:
 
       - Another sequence shares the cell of a token that would move.
-      - The argument `grouped` exceeds that of the last result, or grouped tokens were removed.
+      - Two tokens from position `grouped` on share a position, since `grouped` is below that of the
+        last result, or after an edit.
+      - The argument `grouped` exceeds the next position, or is not a multiple of `width // group`.
       - The next position, multiplied by `group`, exceeds 2**31 - 1.
       - The next token would attend to an evicted cell.
 
@@ -223,6 +224,7 @@ def _self_extend_table(
 
     is_valid = (done >= 0) & (done <= next_position) & (jax.lax.rem(done, short) == 0)
     ok = is_valid & (next_position <= jax.lax.div(end, group))
+    ok &= _has_unique_positions(table, seq, done)  # else tokens would be grouped a second time
     ok &= (next_position - width < done) | _has_unshared_cells(table, seq, done)
     more = (table, jnp.where(ok, done, next_position), next_position, ok)
     grouped, new_done, _, ok = jax.lax.while_loop(
@@ -243,6 +245,14 @@ def _has_unshared_cells(
         return end.num_used_cells() - rest.num_used_cells()
 
     return num_freed_cells(table) == num_freed_cells(table.seq_keep(seq))
+
+
+def _has_unique_positions(
+    table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
+) -> Bool[Array, ""]:
+    """Return whether no two tokens of a sequence share a position from `start` on."""
+    rest, _ = table.seq_keep(seq).seq_rm(seq, jnp.int32(0), start)
+    return rest.can_seq_add(seq, jnp.int32(0), jnp.int32(END), jnp.int32(0))
 
 
 def _select_table_and_plan(

@@ -76,7 +76,8 @@ def pad_prompts(
     if is_rows(prompts):
         rows = check_int32(prompts, "prompts")
     else:
-        lists = [check_int32(prompt, "prompts") for prompt in prompts]
+        advice = "pass rows with padding as an array"
+        lists = [check_int32(prompt, "prompts", low=0, advice=advice) for prompt in prompts]
         if any(tokens.ndim != 1 for tokens in lists):
             raise ValueError(
                 f"expected a list of tokens for each text, got {prompts}; pass [tokens] for a "

@@ -16,6 +16,7 @@ from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.partitioning import check_sharding_rules
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.generation.padding import check_token_lists, is_rows
@@ -75,6 +76,7 @@ def score(
       ValueError: If the spec has cross-attention.
       TypeError: If tokens are not integers, the spec is not a `CacheSpec`, or `forward` is not a
         function.
+      TypeError: If `sharding_rules` are not `ShardingRules` of names.
 
     Examples:
       A model that predicts the next number with a probability of 0.7:
@@ -92,6 +94,8 @@ def score(
     Hugging Face: `compute_transition_scores`.
     """
     _check_spec(spec)
+    if sharding_rules is not None:
+        check_sharding_rules(sharding_rules)
     index, is_computable = None, True
     if is_concrete(texts, prompts):
         lists = check_token_lists(texts, "texts", allow_empty=prompts is not None)

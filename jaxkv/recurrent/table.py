@@ -205,6 +205,11 @@ class StateTable(States, CacheTable):
                     f"expected {name} [R, E + 1, ...] of {shape}, got {state.shape}; give the "
                     f"states after ubatch.state_write_steps({self.num_earlier_states + 1}) tokens"
                 )
+            if not _is_exact_kind(state.dtype, array.dtype):
+                raise TypeError(
+                    f"expected {name} of {array.dtype}, got {state.dtype}, which a cast would "
+                    f"truncate; cast it, or make the cache with a state of {state.dtype}"
+                )
             new[name] = state
         layer_hash, new = write_layer_states(self, self._hash_of_layer(layer), ubatch, new, old)
         hashes = self.layer_hash
@@ -227,6 +232,15 @@ class StateTable(States, CacheTable):
             raise ValueError(
                 f"expected a layer from 0 to {layers - 1}, got {layer}; pass a layer of the cache"
             )
+
+
+def _is_exact_kind(given: np.dtype, stored: np.dtype) -> bool:
+    """Return False if a cast would drop fractions or imaginary parts."""
+    is_complex, is_inexact = (
+        [jnp.issubdtype(dtype, kind) for dtype in (given, stored)]
+        for kind in (jnp.complexfloating, jnp.inexact)
+    )
+    return is_complex[0] <= is_complex[1] and is_inexact[0] <= is_inexact[1]
 
 
 def make_recurrent_cache(

@@ -103,7 +103,8 @@ def device_bytes(
       ValueError: If a mesh axis would split two dimensions, such as streams and heads.
       ValueError: If the argument `heads` is below 1 or not a multiple of the number of key/value
         heads.
-      TypeError: If the argument `heads` is not an integer.
+      TypeError: If the argument `heads` is not an integer, the mesh is not a mesh, or
+        `sharding_rules` are not `ShardingRules` of names.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))

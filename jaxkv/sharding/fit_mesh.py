@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.cache import Cache
-from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.partitioning import ShardingRules, check_mesh, check_sharding_rules
 from jaxkv.sharding.device_bytes import num_kv_heads
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def fit_mesh(
       ValueError: If the mesh must change, and `surplus` is "refuse".
       ValueError: If the mesh must change, and several axes split the heads.
       ValueError: If the mesh must change, and the name of the new axis is already in use.
+      TypeError: If the mesh is not a mesh, or `sharding_rules` are not `ShardingRules` of names.
 
     Examples:
       >>> mesh = jax.make_mesh((4,), ("tensor",))
@@ -60,7 +61,8 @@ def fit_mesh(
         raise ValueError(
             f"expected a surplus of {get_args(Surplus)}, got {surplus!r}; pass one of them"
         )
-    axes = sharding_rules.present(mesh, "kv_heads")
+    check_mesh(mesh)
+    axes = check_sharding_rules(sharding_rules).present(mesh, "kv_heads")
     heads = num_kv_heads(cache) - {1}
     devices = sharding_rules.devices(mesh, "kv_heads")
     fit = gcd(devices, *heads)

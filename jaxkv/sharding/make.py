@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, to_host
-from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.partitioning import ShardingRules, check_mesh, check_sharding_rules
 from jaxkv.jit_helpers import check_concrete_cache
 from jaxkv.kv.make import HEAD_DEVICES
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
     """Return a `Cache` with a `NamedSharding` for each array, and with the rules in the table."""
+    check_mesh(mesh)
+    check_sharding_rules(sharding_rules)
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
 
@@ -60,6 +62,7 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
       ValueError: If a mesh axis would split two dimensions, such as streams and heads.
+      TypeError: If the mesh is not a mesh, or `sharding_rules` are not `ShardingRules` of names.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -69,7 +72,8 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       >>> k.shape, k.sharding.shard_shape(k.shape)
       ((2, 4, 16, 8), (1, 2, 16, 8))
     """
-    token = HEAD_DEVICES.set(sharding_rules.devices(mesh, "kv_heads"))
+    check_mesh(mesh)
+    token = HEAD_DEVICES.set(check_sharding_rules(sharding_rules).devices(mesh, "kv_heads"))
     try:
         cache = jax.eval_shape(lambda: make())  # new, since traces of `make` are cached
     finally:

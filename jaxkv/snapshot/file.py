@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 FORMAT = "jaxkv.snapshot"
 VERSION = 2
+
+_REQUIRED = ("cache", "sequences", "tokens", "model", "arrays")
+"""Keys of each description; files before `notes` do not have the key `notes`."""
 
 Source = str | os.PathLike | bytes
 """Path of a snapshot file, or the bytes of a snapshot."""
@@ -179,18 +182,34 @@ def _file_from_metadata(
             f"expected a description with the checksum {expected[:12]}, got {found[:12]}; the "
             f"snapshot is damaged"
         )
-    description: SnapshotDescription = json.loads(text)
-    entries = description["arrays"]
-    if set(names) != set(entries):
-        odd = sorted(set(names) ^ set(entries))
+    description, arrays = _parse_description(text)
+    if set(names) != set(arrays):
+        odd = sorted(set(names) ^ set(arrays))
         raise ValueError(
             f"expected the arrays that are described, got others, {odd[:4]}; the snapshot is "
             "damaged"
         )
-    arrays = {
-        name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()
-    }
     return SnapshotFile(description=description, arrays=arrays, seed=int(found[:8], 16), _read=read)
+
+
+def _parse_description(
+    text: str,
+) -> tuple[SnapshotDescription, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
+    """Return a description, and the dtype and shape of each array; raise if a key is absent."""
+    try:
+        description: Any = json.loads(text)
+        entries = {name: description[name] for name in _REQUIRED}["arrays"]
+        for entry in entries.values():
+            bytes.fromhex(entry["sha256"])
+        return description, {
+            name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"]))
+            for name, entry in entries.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"expected a snapshot that describes a cache, got one that does not "
+            f"({type(error).__name__}: {error}); it was not written by jaxkv.snapshot"
+        ) from None
 
 
 def _resolve_path(path: str | os.PathLike) -> Path:

@@ -266,7 +266,7 @@ def reads(cache, layer=0):
 
 
 def writes(cache, layer=0, **changed):
-    states = {"hash": np.zeros((3, 4)), "trace": np.zeros((3, 4, 2))}
+    states = {"hash": np.zeros((3, 4), np.uint32), "trace": np.zeros((3, 4, 2))}
     return jaxkv.write_states(cache, layer, planned(cache, [1]), states | changed)
 
 

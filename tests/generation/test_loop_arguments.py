@@ -73,6 +73,10 @@ def draft(m, **options):
     return generation.draft_model(forward, None, m, **options)
 
 
+def propose(drafter, m):
+    return drafter.propose(make_sampler(), started(m), np.ones(2, bool), np.ones(2, np.int32))
+
+
 def branches(m, texts):
     return speculate(m, generation.prompt_lookup([[1]] * texts, num_branches=2), [1] * texts)
 

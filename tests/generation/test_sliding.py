@@ -154,6 +154,10 @@ def test_extend_equals_the_verbs_by_hand(group, width):
     assert_identical(after, wanted)
     assert after.num_used_cells() == 19
     assert_sound(after)
+    twice, ok, same = generation.self_extend(after, 1, 0, group=group, width=width)
+    assert ok == (group == 1)  # groups of one token are unchanged
+    assert same == (done if ok else 0)
+    assert_identical(twice, after)
     again, ok, same = generation.self_extend(after, 1, done, group=group, width=width)
     assert ok and same == done
     assert_identical(again, after)

@@ -162,6 +162,10 @@ def layout(**options):
     return sharding.device_bytes(jax.eval_shape(make), mesh_of(tensor=2), RULES, **options)
 
 
+PAIRS = [("kv_heads", "tensor")]
+TINY = jaxkv.CacheSpec.attention(layers=1, kv_heads=2, head_dim=2)
+
+
 @pytest.mark.parametrize(("call", "outcome"), mistakes("sharding"))
 def test_sharding_bad_argument_raises(call, outcome):
     assert_raises(call, outcome, globals())

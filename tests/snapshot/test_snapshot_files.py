@@ -5,6 +5,7 @@ Random damage is always detected, since a checksum covers the whole file.
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import operator
@@ -222,6 +223,40 @@ def test_load_of_content_that_no_cache_has_raises():
         for load in (snapshot.load, partial(snapshot.load, into=cache)):
             with pytest.raises(ValueError, match=message):
                 load(resigned(data, changes))
+
+
+def redescribed(data, change):
+    """A file with the result of `change` as its description, and a correct checksum."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    metadata = header["__metadata__"]
+    text = json.dumps(change(json.loads(metadata["description"])))
+    metadata |= {"description": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    new = json.dumps(header).encode()
+    return len(new).to_bytes(8, "little") + new + data[end:]
+
+
+def test_load_of_description_without_a_key_raises():
+    cache = make()
+    data = snapshot.save(cache)
+    with open_file(data) as file:
+        keys, entry = [*file.description], next(iter(file.arrays))
+
+    def without(*path):
+        def change(said):
+            del reduce(operator.getitem, path[:-1], said)[path[-1]]
+            return said
+
+        return change
+
+    changes = [without(key) for key in keys if key != "notes"]
+    changes += [without("arrays", entry, key) for key in ("dtype", "shape", "sha256")]
+    changes += [lambda said: said | {"arrays": [1]}, lambda said: [said]]
+    for change in changes:
+        for load in (snapshot.load, snapshot.inspect, partial(snapshot.load, into=cache)):
+            with pytest.raises(ValueError, match="expected a snapshot that describes a cache, got"):
+                load(redescribed(data, change))
+    snapshot.load(redescribed(data, without("notes")))  # older files have no notes
 
 
 def into(cache, saved, **options):

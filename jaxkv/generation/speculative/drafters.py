@@ -78,6 +78,9 @@ class Drafter(ABC):
           The drafter for `update`, and the `DraftTokens`: `tokens` int32 and `valid` bool, `[Z, n]`
           or `[Z, k, n]`, and `adjusted`. If tokens are random, `adjusted` has the float32 logits
           `[Z, n, V]` or `[Z, k, n, V]` of the draws; otherwise None.
+
+        Raises:
+          ValueError: If the state has another number of sequences than the drafter.
         """
 
     @abstractmethod
@@ -121,6 +124,7 @@ class PromptLookup(Drafter):
         at: Int32[Array, " Z"],
     ) -> tuple[PromptLookup, DraftTokens]:
         """Draft the tokens that followed earlier occurrences of the last `ngram` tokens."""
+        check_state_size(self, state)
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
@@ -189,6 +193,7 @@ def prompt_lookup(
     Raises:
       ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
       ValueError: If `prompts` are not one list of tokens for each sequence, or an array `[Z, n]`.
+      ValueError: If a list has a negative token.
       TypeError: If a number or a token is not an integer.
 
     Examples:
@@ -257,6 +262,7 @@ class DraftModel(Drafter):
         at: Int32[Array, " Z"],
     ) -> tuple[DraftModel, DraftTokens]:
         """Run the draft model token by token; the first step also computes `unfed` tokens."""
+        check_state_size(self, state)
         last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
@@ -315,6 +321,16 @@ def check_drafter(drafter: object) -> Drafter:
             "generation.prompt_lookup(prompts)"
         )
     return drafter
+
+
+def check_state_size(drafter: Drafter, state: DecodeState) -> None:
+    """Raise a ValueError unless drafter and state have the same number of sequences."""
+    texts = state.token.shape[0]
+    if texts != drafter.batch_size:
+        raise ValueError(
+            f"expected a state of {drafter.batch_size} texts, as the drafter, got {texts}; make a "
+            f"drafter for {texts} texts"
+        )
 
 
 def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:

@@ -13,7 +13,7 @@ from jaxkv.cache import merge
 from jaxkv.generation.model_step import model_step
 from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
 from jaxkv.generation.speculative import token_tree
-from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens
+from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens, check_state_size
 from jaxkv.generation.state import DecodeState, last_positions
 from jaxkv.planning.planners import plan_next
 
@@ -38,6 +38,7 @@ class TreeDraftModel(DraftModel):
         at: Int32[Array, " Z"],
     ) -> tuple[TreeDraftModel, DraftTokens]:
         """Start k branches with the k best tokens, and extend each branch token by token."""
+        check_state_size(self, state)
         table = self.cache.table
         last = last_positions(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
