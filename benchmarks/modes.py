@@ -114,22 +114,36 @@ def main() -> None:
         return partial(Case, model, lengths, active, streams=streams, cells=cells, **options)
 
     striped = partial(case, full[:1], [0], 1, placement="striped:4")
+    untiled = {"placement": "any"}
     busy = partial(case, full, range(8), grown=n // 4)
+
+    def many(sequences: int, streams: int, **options: Any) -> Callable[[], Case]:
+        """Distribute 8 * n cells among more sequences."""
+        size = 8 * n // sequences
+        sizes = {"streams": streams, "cells": 8 * n // streams, "grown": size // 4}
+        return partial(Case, model, [size - 32] * sequences, range(sequences), **sizes, **options)
+
     forks = partial(busy, shared=7 * n // 8, grown=n // 16)
 
     cases = {
-        **{f"8 busy, streams {s}": busy(s) for s in (1, 2, 4, 8)},
+        **{f"8 busy, streams {s}": busy(s, **untiled) for s in (1, 2, 4, 8)},
         "8 busy, streams 1, tiled": busy(1, placement="tiled"),
-        "8 forks, streams 1": forks(1),
+        **{f"{q} busy, streams {q}": many(q, q) for q in (16, 32)},
+        **{f"{q} busy, streams 1": many(q, 1, **untiled) for q in (16, 32)},
+        **{f"{q} busy, streams 1, tiled": many(q, 1, placement="tiled") for q in (16, 32)},
+        "8 forks, streams 1": forks(1, **untiled),
         "8 forks, streams 1, tiled": forks(1, placement="tiled"),
         "8 forks, streams 8": forks(8),
-        **{f"sequences 0 1 2 of 8, streams {s}": case(full, [0, 1, 2], s) for s in (1, 2, 4, 8)},
+        **{
+            f"sequences 0 1 2 of 8, streams {s}": case(full, [0, 1, 2], s, **untiled)
+            for s in (1, 2, 4, 8)
+        },
         "sequences 0 2 5 of 8, streams 8": case(full, [0, 2, 5], 8),
         "3 streams, no others": case(full[:3], range(3), 3, of=3),
         "1 short, alone, streams 8": case(idle[:1] + [0] * 7, [0], 8),
         "1 short, 7 idle, streams 8": case(idle, [0], 8),
-        "1 short, alone, streams 1": case(idle[:1] + [0] * 7, [0], 1),
-        "1 short, 7 idle, streams 1": case(idle, [0], 1),
+        "1 short, alone, streams 1": case(idle[:1] + [0] * 7, [0], 1, **untiled),
+        "1 short, 7 idle, streams 1": case(idle, [0], 1, **untiled),
         "1 alone, pool x 1": case(full[:1], [0], 1, of=1),
         "1 alone, pool x 16": case(full[:1], [0], 1, of=16),
         "1 alone, pool x 1, striped": striped(of=1),
@@ -150,8 +164,11 @@ def main() -> None:
         *((f"8 busy, streams {s}", "8 busy, streams 1") for s in (2, 4, 8)),
         ("8 busy, streams 1", "8 busy, streams 8"),
         ("8 busy, streams 1, tiled", "8 busy, streams 8"),
+        *((f"{q} busy, streams 1", f"{q} busy, streams {q}") for q in (16, 32)),
+        *((f"{q} busy, streams 1, tiled", f"{q} busy, streams {q}") for q in (16, 32)),
         ("8 forks, streams 1", "8 forks, streams 8"),
         ("8 forks, streams 1, tiled", "8 forks, streams 8"),
+        ("sequences 0 1 2 of 8, streams 1", "sequences 0 1 2 of 8, streams 8"),
         ("sequences 0 1 2 of 8, streams 1, tiled", "sequences 0 1 2 of 8, streams 8"),
         *(
             (f"sequences 0 1 2 of 8, streams {s}", "sequences 0 1 2 of 8, streams 1")

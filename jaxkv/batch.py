@@ -187,9 +187,11 @@ def make_batch(
           earlier token, the plan is refused. Each owner that differs from the owner with the lowest
           id has `Reason.DIVERGED`; the others have OK. Recurrent caches accept no shared tokens.
 
-      positions: int32 position of each token; by default, the next positions of each sequence.
-      outputs: bool, True for tokens that need logits; default the last token of each sequence.
-      valid: bool, False for padding.
+      positions: int32 position of each token, in the shape of the batch, `[B]` or `[R, T]`; by
+        default, the next positions of each sequence.
+      outputs: bool, in the shape of the batch, True for tokens that need logits; default the last
+        token of each sequence.
+      valid: bool, in the shape of the batch, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, pass one array for the tokens of all lists.
         Models read the inputs from `Ubatch.extra`. `plan_step` and loops do not accept `extra`.

@@ -63,7 +63,8 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       removed in order; a refused range does not affect the other ranges.
 
     Raises:
-      ValueError: If `seq`, `p0` and `p1` are not scalars or lists of equal length.
+      ValueError: If lists have different lengths, or an argument has two dimensions. A scalar
+        applies to all ranges.
       ValueError: If a concrete id is not from -1 to Q - 1, or a concrete bound is below -1.
       TypeError: If an id or a bound is not an integer.
 
@@ -206,7 +207,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
 
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
-    """Remove all sequences except one; the flag `ok` `[]` is always True.
+    """Remove all sequences except one; the flag `ok` is always True.
 
     The kept sequence becomes the only owner of its cells. Encoder sources of other sequences are
     removed. For a traced id out of range, the cache is unchanged.
@@ -214,6 +215,9 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
     Args:
       cache: any cache.
       seq: id of the sequence to keep, which may be empty.
+
+    Returns:
+      The next cache, and `ok` `[]` bool.
 
     Raises:
       TypeError: If the id is not an integer.

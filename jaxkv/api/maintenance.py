@@ -124,8 +124,8 @@ def compact(
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
       ValueError: If buffers that must change were donated.
-      TypeError, ValueError: If `init_batch` raises for the batch, or if gaps must be closed and
-        `max_moves` is not an integer of at least 1.
+      TypeError: If `max_moves` is traced or not an integer, or `init_batch` raises TypeError.
+      ValueError: If `max_moves` is below 1, or `init_batch` raises ValueError.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -136,6 +136,8 @@ def compact(
       >>> init_batch(cache, batch).ok.item(), compact(cache, batch=batch).ok.item()
       (False, True)
     """
+    if max_moves is not None:
+        check_count(max_moves, "max_moves")
 
     def can_plan_batch(cache: Cache) -> Bool[Array, ""]:
         return (

@@ -83,7 +83,8 @@ def decode(
         with -1 after the end of a sequence. The method `lists()` omits the padding. The token that
         `init_decode` sampled is in the result of `init_decode`.
       - `logprobs` `[Z, num_tokens]` float32 are the log-probabilities under the unadjusted logits.
-      - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence.
+      - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence; OK also for a stop token
+        and the limit. `state.active` `[Z]` is False for sequences that have ended.
 
     Raises:
       ValueError: If arrays of the state or the sampler are for different numbers of sequences, or

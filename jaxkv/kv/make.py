@@ -22,6 +22,12 @@ from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Stored, make_stored_zeros
 from jaxkv.window import num_cells_for_window
 
+MIN_SEQUENCES_IN_TILES = 8
+"""Smallest number of sequences of a stream that is in tiles by default; fewer gain no time."""
+
+MIN_CELLS_IN_TILES = 4096
+"""Smallest number of cells of a stream that is in tiles by default."""
+
 HEAD_DEVICES: ContextVar[int | None] = ContextVar("HEAD_DEVICES", default=None)
 """Number of devices that split heads, set while `sharding.shapes` makes a cache."""
 
@@ -35,7 +41,7 @@ def make_attention_cache(
     dtype: jax.typing.DTypeLike,
     ubatch_size: int,
     max_rollback: int | None,
-    placement: str,
+    placement: str | None,
     stacked: bool,
     lanes: int | None,
     devices: int | None,
@@ -44,7 +50,7 @@ def make_attention_cache(
 
     devices: number of devices that split the heads; None if unknown.
     """
-    kind, shards = parse_placement(placement)
+    kind, shards = parse_placement("any" if placement is None else placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
     rollback = check_count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
@@ -69,6 +75,8 @@ def make_attention_cache(
             f"expected a number of cells that {shards} stripes divide, got {cells}; take "
             f"{-(-cells // shards) * shards}"
         )
+    if placement is None:
+        kind = default_placement(cells, sharing=sequences // streams)
     if kind == "tiled":
         check_tile_multiple(cells)
     devices = HEAD_DEVICES.get() if devices is None else devices
@@ -91,6 +99,19 @@ def make_attention_cache(
         ubatch_size=window_ubatch_size,
     )
     return merge(table, buffers)
+
+
+def default_placement(cells: int, *, sharing: int, platform: str | None = None) -> Placement:
+    """Return the default of the option `placement`: "tiled" for large pools on a CPU, else "any".
+
+    sharing: number of sequences that share a stream.
+
+    >>> [default_placement(cells, sharing=8, platform="cpu") for cells in (2048, 4096, 4100)]
+    ['any', 'tiled', 'any']
+    """
+    platform = jax.default_backend() if platform is None else platform
+    is_large = sharing >= MIN_SEQUENCES_IN_TILES and cells >= MIN_CELLS_IN_TILES
+    return "tiled" if platform == "cpu" and is_large and cells % TILE == 0 else "any"
 
 
 def default_lanes(devices: int | None = None, platform: str | None = None) -> int:

@@ -73,7 +73,9 @@ def init_batch(
     Returns:
       A `Plan`: the tuple `ubatches`, `ok` `[]` bool, `reason` `[Q]` int32 (a `Reason` for each
       sequence), and `fits` `[Q]` bool. If the plan is refused, for example because too few cells
-      are free, `plan.ok` is False, and `plan.check()` raises a `PlanRefusedError`.
+      are free (`Reason.OUT_OF_CELLS`), `ok` is False, `apply` has no effect, and `plan.check()`
+      raises a `PlanRefusedError`. `fits` is True for sequences that fit together if sequences with
+      fewer new tokens, then with lower ids, are placed first.
 
     Raises:
       TypeError: If `batch` is not a `Batch`, `ubatch_size` is not an integer, or `encoder` is True
@@ -229,7 +231,8 @@ def plan_step(
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
 
-      Sequence 0 takes one of the three cells, so the three tokens of sequence 1 do not fit:
+      Three cells are too few for one token of sequence 0 and three tokens of sequence 1. The
+      sequence with fewer tokens fits:
 
       >>> tokens, active = [[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]]
       >>> plan = plan_step(cache, tokens, sequences=[1, 0], active=active)

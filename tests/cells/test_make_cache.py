@@ -9,6 +9,7 @@ import pytest
 import jaxkv
 from jaxkv import CacheSpec, Rope, make_cache
 from jaxkv.hybrid import HybridTable
+from jaxkv.kv.make import default_placement
 from jaxkv.kv.table import CellTable
 from jaxkv.sharding.make import shardings
 from tests.helpers.meshes import RULES, mesh_of
@@ -124,6 +125,26 @@ def test_make_cache_makes_empty_table_and_buffers_of_its_spec(name):
     assert jax.tree.map(lambda x: jnp.stack([x, x]), cache).spec == spec  # a batch of caches
     again = make_cache(cache.spec, **options, **POOLS)
     assert jax.tree.structure(again) == jax.tree.structure(cache)  # static fields too
+
+
+@pytest.mark.parametrize(
+    "cells, sequences, streams, expected",
+    [
+        (4096, 8, 1, "tiled"),
+        (4096, 16, 2, "tiled"),
+        (4032, 8, 1, "any"),
+        (4100, 8, 1, "any"),  # not whole tiles
+        (4096, 7, 1, "any"),
+        (4096, 8, 8, "any"),
+    ],
+)
+def test_default_placement_of_large_pools_is_tiled(cells, sequences, streams, expected):
+    sizes = dict(cells=cells, sequences=sequences, streams=streams)
+    assert jax.eval_shape(lambda: make_cache(ATTENTION, **sizes)).table.placement == expected
+    if not cells % 64:
+        chosen = jax.eval_shape(lambda: make_cache(ATTENTION, placement="any", **sizes))
+        assert chosen.table.placement == "any"
+    assert default_placement(cells, sharing=sequences // streams, platform="tpu") == "any"
 
 
 @pytest.mark.parametrize("name", CASES)

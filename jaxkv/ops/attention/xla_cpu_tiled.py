@@ -19,22 +19,20 @@ from jaxkv.ops.attention.softmax import (
     LOWEST,
     AttentionOptions,
     OnlineSoftmax,
+    empty_softmax,
     group_heads,
     group_queries,
     mask_logits,
     softmax_dtype,
     zero_unseen,
 )
-from jaxkv.ops.attention.visibility import Visibility, compute_mask
+from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.attention.xla_tiles import add_tiles_one_by_one
+from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Stored, qk_logits, weighted_values
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-
-LONE_TILE = 1024
-"""Number of cells that are multiplied in one pass of the loop over tiles of one token each."""
 
 
 def attend_by_shapes(
@@ -49,15 +47,32 @@ def attend_by_shapes(
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
         return xla_cpu.attend_by_shapes(q, k, v, visibility, options)
     lone_visibility, shared_visibility, sees = split_tiles(visibility, size)
-    arrays = group_queries(options.scale_queries(q), k.shape[1]), k, v
-    in_loop = {"convert_in_loop": k.dtype.itemsize < 4}
-    lone_tiles = find_active_tiles(lone_visibility, size=LONE_TILE)
+    lone_tiles = find_active_tiles(lone_visibility)
+    packed_q = group_queries(options.scale_queries(q), k.shape[1])
+    narrow = k.dtype.itemsize < 4  # products of single tokens convert cells
+    # Keys and values are converted, or copied out of all layers, for a few tiles at a time.
+    piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
+    each, mask = partial(add_cells, size), compute_mask(lone_visibility)
+
+    def add_own_tiles_in_turn() -> OnlineSoftmax:
+        return add_tiles_one_by_one(
+            packed_q, k, v, lone_tiles, options, each, convert_in_loop=narrow
+        )
+
+    def add_own_tiles_at_once() -> OnlineSoftmax:
+        none = empty_softmax(packed_q, v.shape[3])
+        return each(none, packed_q, k, v, mask, options, compute_bias(lone_visibility))
+
+    if piecewise:
+        sums = add_own_tiles_in_turn()
+    else:
+        few = xla_cpu.TILE_LOOP_FRACTION * lone_tiles.tiles.size
+        sums = jax.lax.cond(
+            lone_tiles.num_active_tiles < few, add_own_tiles_in_turn, add_own_tiles_at_once
+        )
+    shared_tiles, add_shared = find_active_tiles(shared_visibility), xla_cpu.choose_add_cells(k)
     sums = add_tiles_one_by_one(
-        *arrays, lone_tiles, options, partial(add_cells, size), size=LONE_TILE, **in_loop
-    )
-    shared_tiles = find_active_tiles(shared_visibility)
-    sums = add_tiles_one_by_one(
-        *arrays, shared_tiles, options, xla_cpu.choose_add_cells(k), sums, **in_loop
+        packed_q, k, v, shared_tiles, options, add_shared, sums, convert_in_loop=narrow
     )
     return zero_unseen(sums, sees)
 

@@ -77,17 +77,16 @@ def add_tiles_one_by_one(
     add_cells: AddCells,
     start: OnlineSoftmax | None = None,
     *,
-    size: int = TILE,
     convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
     """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
-    The queries `q` are packed and scaled. The tiles have `size` cells, as in `find_active_tiles`.
-    With `convert_in_loop`, each tile is converted in the loop.
+    The queries `q` are packed and scaled. With `convert_in_loop`, each tile is converted in the
+    loop.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)
-    size = min(size, cells)
+    size = min(TILE, cells)
     tiles = -(-cells // size)
 
     def add_tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
