@@ -26,9 +26,8 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     """The step through jaxkv (plan, apply, run, sample), as a function that returns its token."""
     batch, length = prompts.shape
     streams = batch if split else 1
-    cache = model.make_cache(
-        cells=cells if split else cells * batch, sequences=batch, streams=streams
-    )
+    cells = cells if split else cells * batch
+    cache = model.make_cache(cells=cells, sequences=batch, streams=streams, placement="any")
     cache, logits, *_ = jaxkv.prefill(
         model.forward, model.params, cache, jaxkv.make_batch(list(prompts)), donate=True
     )
@@ -95,7 +94,7 @@ def sides_of(
     batch = len(prompts)
     sides = {"jaxkv": jaxkv_step(model, prompts, cells=cells, split=batch > 1)}
     if batch > 1:
-        sides["jaxkv, unified"] = jaxkv_step(model, prompts, cells=cells, split=False)
+        sides["jaxkv, one pool"] = jaxkv_step(model, prompts, cells=cells, split=False)
     if model.checkpoint.architecture == "llama":
         sides["by hand [B,K,N,D]"] = by_hand_step(model, prompts, "BKND", cells=cells)
         sides["by hand [B,N,K,D]"] = by_hand_step(model, prompts, "BNKD", cells=cells)
