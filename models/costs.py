@@ -17,7 +17,7 @@ from models.model import Model, name_of, on_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Memory of a cache part, which caches all layers of one kind.
+    """Memory of a cache part, which contains the buffers of all layers of one kind.
 
     kind: name of the kind of layers, from `kind_of`.
     each: bytes of one `unit` in all layers of the part, summed over devices.
@@ -79,7 +79,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
 
 def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
-    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if the model's mesh fits.
+    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if this is the model's mesh.
 
     Raises a ValueError if no mesh fits the heads, or the new mesh cannot split the sizes.
     """
@@ -91,7 +91,7 @@ def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
 def most_sequences(
     model: Model, *, room: int, length: int | None, streams: int, **sizes: Any
 ) -> int:
-    """Return how many sequences fit next to the params, given the bytes of each device.
+    """Return how many sequences fit next to the params in `room` bytes of each device.
 
     The argument `length` is the number of tokens of each sequence; None if the cache size is
     independent of length. All streams have the same number of sequences.

@@ -26,7 +26,7 @@ def whole(lowest: int, highest: int) -> Kind:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
-    """Return the kind of finite numbers in a range, without the lower limit if `above` is True."""
+    """Return the kind of finite numbers in a range; if `above`, the range excludes `lowest`."""
 
     def holds(value: Any) -> bool:
         if type(value) not in (int, float) or not lowest <= value <= highest:

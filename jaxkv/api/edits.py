@@ -47,7 +47,8 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     - With a window, a removal is refused if the next token would attend to an evicted cell.
     - With recurrent states, a removal is refused if tokens follow the range, or if no state is
       stored at the position before the range.
-    - With a hybrid cache, a removal is refused if a part refuses, or last positions would differ.
+    - With a hybrid cache, a removal is refused if a part refuses, or if the last positions of
+      the parts would differ.
 
     Args:
       cache: any cache.

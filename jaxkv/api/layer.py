@@ -272,7 +272,8 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     """Return the recurrent states before the first token of each row of a ubatch.
 
     Args:
-      cache: a cache to which the ubatch was applied, before `write_states` of the layer.
+      cache: a cache to which the ubatch was applied. Read the states of a layer before you write
+        them.
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the tokens to compute, one row for each sequence.
 

@@ -156,10 +156,11 @@ def beam(
     - The k best extensions without a stop token are the next beams.
     - Extensions with a stop token are finished if they are among the k best of all extensions.
 
-    The result has the k best of all finished hypotheses and beams of the last step, by normalised
-    score. Equal scores are ordered by beam, then by token. The search ends after n
-    tokens, or when no further token of a beam can change the result. A refused plan (for example,
-    no cell is free) or a logit of NaN or +inf also ends the search, with a `reason`.
+    The candidates are all finished hypotheses, and the beams of the last step. The result has the k
+    candidates with the highest normalised scores. Equal scores are ordered by beam, then by token.
+    The search ends after n tokens, or when no further token of a beam can change the result. A
+    refused plan (for example, no cell is free) or a logit of NaN or +inf also ends the search, with
+    a `reason`.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -191,7 +192,7 @@ def beam(
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not one list.
-      ValueError: If logits are not those of the vocabulary of the model.
+      ValueError: If the logits have another vocabulary size than the logits of `forward`.
       ValueError: If `length_penalty` is not one number, or is concrete and not finite.
       ValueError: If the number of ids is not k, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.

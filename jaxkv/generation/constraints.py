@@ -81,7 +81,7 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: The states of Z sequences; one state for all sequences if `bound` is None.
+    first: Initial states of Z sequences; one state for all sequences if `bound` is None.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
@@ -118,7 +118,10 @@ class ConstrainedSampler(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def update(self, state: PyTree, tokens: Int32[Array, " Z"]) -> PyTree:
-        """Update the wrapped sampler, and the constraint of each sequence with a sampled token."""
+        """Update the states of the wrapped sampler and of the constraint.
+
+        The constraint state of a sequence is unchanged if its new token is -1.
+        """
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = select_per_text(tokens >= 0, advanced, rule)
@@ -165,7 +168,7 @@ def check_constraint(constraint: object) -> Constraint:
 
 
 def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
-    """Return the checked `constraint_state` of a request as NumPy arrays, or None."""
+    """Return the checked `constraint_state` of a request as NumPy arrays; None stays None."""
     if state is None:
         return None
     if constraint is None:

@@ -95,8 +95,8 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    The first `width` ungrouped tokens are divided into groups, and again in the same call, while at
-    least `width` tokens are ungrouped. Each group moves to one position, and later tokens get lower
+    The first `width` ungrouped tokens are divided into groups. The call repeats this while at least
+    `width` tokens are ungrouped. Each group moves to one position, and later tokens get lower
     positions. Distances to far tokens are then approximate; distances to near tokens are exact.
     Keys are rotated, not recomputed. No cell becomes free.
 
@@ -117,8 +117,8 @@ def self_extend(
       of these reasons:
 
       - Another sequence shares the cell of a token that would move.
-      - Two tokens from position `grouped` on share a position, since `grouped` is below that of the
-        last result, or after an edit.
+      - Two tokens share a position that is not below `grouped`. The reason is an edit, or a value
+        of `grouped` below that of the last result.
       - The argument `grouped` exceeds the next position, or is not a multiple of `width // group`.
       - The next position, multiplied by `group`, exceeds 2**31 - 1.
       - The next token would attend to an evicted cell.
@@ -260,6 +260,6 @@ def _select_table_and_plan(
 ) -> tuple[CacheTable, MaintenancePlan]:
     """Return the new table and its plan if `ok` is True, else the old table and an empty plan."""
     table = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
-    # If not `ok`, the update of an empty table is planned, so that pending shifts stay pending.
+    # If `ok` is False, the plan is made from an empty table, so that shifts of `old` stay pending.
     plan = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, new.clear()).plan_shift()
     return table, plan

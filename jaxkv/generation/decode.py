@@ -70,8 +70,8 @@ def decode(
       cache: The cache after the prompts.
       state: State of each sequence, from `init_decode` or the result of an earlier call.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
-      sampler: The sampler passed to `init_decode`, or a sampler with other numbers, such as another
-        temperature. Greedy by default.
+      sampler: The sampler passed to `init_decode`, or a sampler that differs from it only in
+        numbers, such as the temperature. Greedy by default.
       stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[Z, n]` with a list for
         each sequence; -1 is padding.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
@@ -83,8 +83,8 @@ def decode(
         with -1 after the end of a sequence. The method `lists()` omits the padding. The token that
         `init_decode` sampled is in the result of `init_decode`.
       - `logprobs` `[Z, num_tokens]` float32 are the log-probabilities under the unadjusted logits.
-      - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence; OK also for a stop token
-        and the limit. `state.active` `[Z]` is False for sequences that have ended.
+      - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence; OK also if a stop token
+        or the limit ended it. `state.active` `[Z]` is False for sequences that have ended.
 
     Raises:
       ValueError: If arrays of the state or the sampler are for different numbers of sequences, or
@@ -121,7 +121,7 @@ def decode(
     loop = cached_program(_build_decode_program, forward)
     args = attach_node_types(sampler), params, table, buffers, state, ending
     table, buffers, next_state, samples = loop(*args, num_tokens=num_tokens)
-    # Reading the output array of sequences would wait for the program; the input array does not.
+    # The ids in the input state can be read before the program ends; those in the output cannot.
     return DecodeResult(
         merge(table, buffers), replace(next_state, sequence=state.sequence), *samples
     )
@@ -170,8 +170,8 @@ def _decode(
         state, token, logprob = sample_next_tokens(sampler, logits, state, stop_tokens, active)
         new = SampledTokens(token, logprob)
         samples = jax.tree.map(lambda all_, column: all_.at[:, i].set(column), samples, new)
-        # A refused step leaves the cache unchanged. Sequences that do not fit end, and the others
-        # repeat the step.
+        # A refused step leaves the cache unchanged. A sequence that does not fit ends; the other
+        # sequences repeat the step.
         refused = state.active & ~plan.ok & ~plan.fits[state.sequence]
         state = replace(
             state,

@@ -38,9 +38,9 @@ def encode(
     """Run an encoder, and write the encoder sources of sequences to a cache.
 
     Args:
-      encoder: Function `(params, cache, ubatch) -> cache`, compiled and cached like the model
-        function of `prefill`. The ubatch contains all source tokens and is already applied. The
-        function writes keys and values for each cross-attention layer with `write_kv`.
+      encoder: Function `(params, cache, ubatch) -> cache`. Pass the same function in every call, as
+        for `prefill`. The ubatch contains all source tokens and is already applied. The function
+        writes keys and values for each cross-attention layer with `write_kv`.
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.

@@ -88,7 +88,7 @@ class FilterSampler(Sampler):
             logits = self._subtract_penalties(logits, state)
         if self.temperature is None:
             return logits
-        # A filter with a neutral number keeps all tokens of the sequence, for any logits.
+        # If the number of a sequence is neutral, a filter keeps all its tokens, for any logits.
         if self.top_k is not None:
             num_kept = jnp.where(self.top_k > 0, self.top_k, EVERY)
             kept = is_among_best(logits, jnp.ones_like(logits, jnp.int32), num_kept)
@@ -229,7 +229,7 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "Z V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "Z V"]:
-    """Return a mask of the fewest highest logits whose weights add up to `min_weight`.
+    """Return a mask of the highest logits, as few as reach a total weight of `min_weight`.
 
     Equal logits have equal mask values. If the sum of all weights is below `min_weight`, the mask
     is True everywhere.

@@ -156,12 +156,12 @@ def warm_up(
 ) -> Cache:
     """Compile the programs of `prefill`; return the unchanged cache.
 
-    The model has a program for each power of two up to `ubatch_size` tokens. Planning is compiled
-    for prompts of up to `longest` tokens. A later `prefill` of one prompt of up to `longest` tokens
-    compiles nothing if only the last token of the prompt is an output. Other calls may compile
-    small programs.
+    The model has a program for `ubatch_size` tokens, and for each lower power of two. Planning is
+    compiled for prompts of up to `longest` tokens. A later `prefill` of one prompt of up to
+    `longest` tokens compiles nothing if only the last token of the prompt is an output. Other calls
+    may compile small programs.
 
-    To compile a loop such as `decode`, call the loop once with a state without active sequences.
+    To compile a loop such as `decode`, call the loop once with a state of ended sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.
 
     Args:
@@ -178,8 +178,8 @@ def warm_up(
     Raises:
       TypeError: If `forward` is not a function, or a number is not an integer.
       ValueError: If no sequence id is given, or an id is not in the cache.
-      ValueError: If a size is below 1, or `ubatch_size` exceeds the number of tokens for which the
-        cells of a window were made.
+      ValueError: If a size is below 1, or `ubatch_size` exceeds the `ubatch_size` for which a cache
+        with a window was made.
 
     Examples:
       >>> compiled = []

@@ -39,11 +39,11 @@ class DecodeResult(NamedTuple):
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
-    tokens: Sampled tokens; -1 after the end. The last token is not in the cache yet. None if tokens
-      were passed to `init_decode`.
+    tokens: Sampled tokens; -1 after the end of a sequence. The last token of a sequence is not in
+      the cache yet. None in the result of `init_decode` with the argument `tokens`.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
       of a sequence. NaN if a logit of NaN or +inf ended the sequence.
-    num_model_steps: Number of model steps while the sequence was active; refused steps also count.
+    num_model_steps: Number of model steps in which a sequence was active, refused steps included.
     num_drafted: Number of draft tokens of each sequence.
     num_accepted: Number of accepted draft tokens, stop tokens included.
     drafter: The drafter for the next call of `speculate`.

@@ -64,8 +64,8 @@ def init_decode(
         For forks of a prompt, repeat the logits of the prompt (`jnp.repeat`).
       tokens: `[Z]`. First tokens to use instead of `logits`. The cache does not contain the tokens
         yet.
-      sequences: `[Z]`. Sequence ids; not allowed with the result of `prefill`, which has ids. By
-        default 0 to Z - 1. If logits are passed for several sequences, ids are required.
+      sequences: `[Z]`. Sequence ids; not allowed with the result of `prefill`, which has ids.
+        Required with logits `[Z, V]` if Z is above 1; otherwise 0 to Z - 1 by default.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
       max_new_tokens: `[]` or `[Z]`. Maximum number of tokens to sample for each sequence, including

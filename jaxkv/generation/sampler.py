@@ -17,7 +17,7 @@ class Sampler:
 
     Make a sampler with `make_sampler` or `Constraint.constrain`, or write a subclass. A subclass is
     a dataclass with the pure methods `init`, `adjust` and `update`, registered with
-    `jax.tree_util.register_dataclass`. The methods compute Z sequences at once, independently.
+    `jax.tree_util.register_dataclass`. Each method processes Z sequences independently in one call.
     """
 
     @property

@@ -46,8 +46,9 @@ def score(
 
     Each prompt is computed once for all texts that follow the prompt. Common prefixes of concrete
     prompts are also computed once. Without prompts, common prefixes of concrete texts are computed
-    once. A prompt or text shares at most 3 prefixes, with lengths that are at least 16 and differ
-    by at least 16. Lengths of lists are rounded up, so that similar calls share a compiled program.
+    once. At most 3 prefixes of a prompt or text are shared. The shortest has at least 16 tokens;
+    each longer prefix has at least 16 more tokens than the next shorter prefix. Lengths of lists
+    are rounded up, so that similar calls share a compiled program.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -211,7 +212,7 @@ def _score_rows(
     place: Int32[Array, "R T"],
     last_logits: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
-    """Score the tokens of a `TrieLevel`; `logits[i]` are the logits after token `order[i]`."""
+    """Score the tokens of a `TrieLevel`; `logits[i]` follow the token at flat index `order[i]`."""
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(mode="fill", fill_value=-1)
@@ -231,7 +232,7 @@ def _update_last_logits(
     place: Int32[Array, "R T"],
     last_logits: Float[Array, "Q V"] | None,
 ) -> Float[Array, "Q V"]:
-    """Replace the logits after the last token of each sequence that a level extends."""
+    """Replace the rows of `last_logits` for sequences to which a level adds tokens."""
     tokens, count = jnp.asarray(level.tokens), level.parents.shape[0]
     last = jnp.maximum(jnp.sum(tokens >= 0, axis=1, keepdims=True) - 1, 0)
     row = jnp.take_along_axis(place, last, axis=1)[:, 0]
@@ -241,7 +242,7 @@ def _update_last_logits(
 
 
 def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
-    """Return the row of each token in the logits; 0 for a token without logits."""
+    """Return the index of the logits row of each token; 0 for a token without logits."""
     row = jnp.zeros(tokens.size, jnp.int32)
     return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
 

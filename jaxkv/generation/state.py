@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class DecodeState:
     """State of Z sequences, made by `init_decode`; positions are stored only in the cache.
 
-    token: The last sampled token of each sequence, which is not in the cache yet.
+    token: The last sampled token of each sequence; this token is not in the cache yet.
     sequence: Id of each sequence, without repetition.
     active: False for sequences that have ended.
     remaining: Number of tokens that may still be sampled.
@@ -70,7 +70,7 @@ def make_decode_state(
     seed: Seeds,
     prompts: Prompts | None,
 ) -> DecodeState:
-    """Return the initial state, with a sampler state after the prompts and before `tokens`."""
+    """Return the initial state; its sampler state includes `prompts`, but not `tokens`."""
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
@@ -112,7 +112,7 @@ def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
 
 
 def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
-    """End sequences whose last cached token has changed (reason EDITED); shifts do not count."""
+    """End sequences whose last cached token differs from `state.follows` (reason EDITED)."""
     _, same = table.compare_last_tokens(state.sequence, state.follows)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
@@ -128,7 +128,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return a sampler, greedy for None; raise if a state was made for another kind of sampler."""
+    """Return `sampler`, greedy if None; raise if `state` was made for another kind of sampler."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (

@@ -52,7 +52,7 @@ class _Segment(NamedTuple):
 def trie_of_texts(
     texts: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
-    """Return the levels of a trie of Q texts, and the index of each token in flattened levels.
+    """Return levels of a trie of Q texts, and indices of tokens in the concatenated flat levels.
 
     >>> levels, index = trie_of_texts([np.arange(24), np.arange(20)])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]

@@ -222,7 +222,7 @@ class Engine:
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the tokens of a request so far; [] after its end. For errors see `cancel`."""
+        """Return the tokens generated so far; [] if the request ended. For errors see `cancel`."""
         text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
 
@@ -396,7 +396,7 @@ class Engine:
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
-        """Compute a chunk of the prompts; append the first token to requests whose prompt ends."""
+        """Compute a chunk of prompts; append a token to each request whose prompt it completes."""
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
             refused = [text for text in texts if outcome.reasons[text.sequence]]
@@ -429,7 +429,7 @@ class Engine:
     def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
-        """Append sampled tokens, end requests, and return refused requests of full streams."""
+        """Append tokens and end requests; return refused requests of streams where none ended."""
         ended, refused = [], []
         for text in texts:
             row, samples = text.sequence, outcome.samples
@@ -455,7 +455,10 @@ class Engine:
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """In each full stream, evict a stored prompt, else preempt or end the youngest request."""
+        """Evict a stored prompt, or preempt a request, in the stream of each refused request.
+
+        If a stream has no stored prompt, its youngest request is preempted, or ends if it is alone.
+        """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

@@ -103,7 +103,7 @@ class ModelRunner:
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
-        """Compute a chunk; return the number of computed tokens per prompt, and first samples."""
+        """Run a chunk; return the number of tokens from each prompt, and sampled first tokens."""
         parts = [
             PromptPart(
                 text.sequence, text.all_tokens()[text.num_computed_tokens : text.prefill_target]

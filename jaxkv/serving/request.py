@@ -285,7 +285,7 @@ def make_batch_sampler(
 ) -> FilterSampler:
     """Return the sampler of Z sequences; `requests` has None for a sequence without a request.
 
-    To limit compiled programs, there are three sets of filters: none, temperature with min_p, all.
+    To limit compiled programs, there are 3 sets of filters: none, temperature and min_p, or all.
 
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)
@@ -324,7 +324,7 @@ def make_batch_sampler(
 
 
 def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]:
-    """Return sampling options that select each compiled set of filters once."""
+    """Return a list of sampling options, one for each set of filters of `make_batch_sampler`."""
     levels: list[dict[str, float]] = [{}]
     if "temperature" in sampling_options:
         levels.append({"temperature": 1.0})

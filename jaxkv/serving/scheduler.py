@@ -54,7 +54,7 @@ class Scheduler:
         return text.sequence // self._sharing
 
     def texts_in_stream(self, stream: int) -> list[RequestState]:
-        """Return the requests with a sequence in a stream, oldest first."""
+        """Return the requests whose sequences are in a stream, oldest first."""
         first = stream * self._sharing
         return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
 
@@ -98,12 +98,12 @@ class Scheduler:
             self._waiting.remove(text)
 
     def preempt(self, text: RequestState) -> None:
-        """Move a request with a sequence back to the queue, before younger requests."""
+        """Free the sequence of a request; queue the request after older and before younger ones."""
         self.remove_request(text)
         insort(self._waiting, text, key=lambda text: text.id)
 
     def _free_sequences(self) -> list[int]:
-        """Return the lowest free sequence of each stream with a free sequence."""
+        """Return the lowest free sequence of each stream; omit streams that have none."""
         free = [q for q, text in enumerate(self._placed) if not text]
         free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]

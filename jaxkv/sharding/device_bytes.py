@@ -94,8 +94,8 @@ def device_bytes(
 
     Returns:
       A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers`, `params`, `sent`
-      and `total`. The messages in `uneven` describe uneven placements, and those in `whole` streams
-      or heads that are not split.
+      and `total`. The messages in `uneven` describe uneven placements; the messages in `whole`
+      describe streams or heads that are not split.
 
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a

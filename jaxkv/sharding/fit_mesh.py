@@ -38,10 +38,10 @@ def fit_mesh(
 
     Returns:
       The new mesh and rules. The mesh axis of heads becomes two axes. The size of the first is the
-      greatest common divisor of its number of devices and the numbers of heads of all layers with
-      several heads. The second axis has the other devices and the name "cells" or "copies". Mesh
-      and rules are unchanged if the second axis would have one device, or if no layer has several
-      heads. Recurrent states are ignored.
+      greatest common divisor of the size of the old axis and the numbers of heads of all layers
+      with several heads. The second is named "cells" or "copies"; the product of both sizes is the
+      size of the old axis. Mesh and rules are unchanged if the second axis would have one device,
+      or if no layer has several heads. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.

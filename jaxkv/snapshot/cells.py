@@ -67,7 +67,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     position, shift, stream, cell: `[n]` int32. Position, pending shift and indices of saved cells.
     content: `[n]` uint32. Content hash of each saved cell.
     owners: `[n, W]` uint32. Bits of the saved sequences that own each cell, as in the table.
-    evicted_below: `[q]` int32. Highest evicted position plus 1 of each saved sequence.
+    evicted_below: `[q]` int32. For each saved sequence, 1 + its highest evicted position.
     """
 
     @staticmethod
@@ -336,9 +336,10 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return the number of cells to fill in each stream, then the source and owners of each cell.
+    """Return the number of cells to fill in each stream, and the source and owners of each cell.
 
-    The source is the index of a saved cell, or n. Saved cells that do not fit are only counted.
+    A source is the index of a saved cell; n for unfilled cells. The numbers in the first array also
+    count saved cells that do not fit.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -370,7 +371,7 @@ def _assign_cells(
 def _release_sequences(
     table: CellTable, evicted_below: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove each sequence with an entry of `evicted_below` other than -1, and store the entry.
+    """Remove each sequence whose entry of `evicted_below` is not -1, and store this entry.
 
     Also return the free cells, and the number of cells that a snapshot may fill in each stream.
     """

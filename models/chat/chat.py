@@ -115,7 +115,7 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
     Returns the chat, and the reason why a longer prefix is missing.
     """
     conversation = chat.now
-    # `fork` never returns the last token of a prompt, so one more is given.
+    # `fork` never reuses the last token of a prompt, so the prompt has one more token.
     text = conversation.tokens[: conversation.gapless(length) + 1]
     cache, store, hit = chat.store.fork(chat.cache, text, conversation.sequence)
     if (more := hit.length - chat.num_cached) <= 0:

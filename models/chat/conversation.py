@@ -75,7 +75,7 @@ class Conversation:
         return replace(self, tokens=said, turns=(*self.turns[:-1], turn))
 
     def undone(self) -> Self:
-        """Evict stored prefixes, least recently used first, until a number of further tokens fits.
+        """Return the conversation without the last turn.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0))
         >>> one.ask("Hi", [1, 2, 3]).answered([4], "Ho", "stop").undone() == one
@@ -91,7 +91,7 @@ class Conversation:
         return replace(self.answered((), "", "interrupted"), gap=gap)
 
     def _gap_before(self, index: int) -> int:
-        """Return the gap if the gap ends at or before a token; 0 if the gap is computed again."""
+        """Return the gap, or 0 if the token at `index` is before the end of the gap."""
         return self.gap if index >= self.frame.keep + self.gap else 0
 
     def place(self, index: int) -> int:

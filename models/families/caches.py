@@ -15,7 +15,7 @@ from models.meshes import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Attends:
-    """Keys and values that an attention layer caches.
+    """Keys and values in the cache of an attention layer.
 
     window: window of the layer; None for full attention.
     value_dim: slice of a key that is used as the value; None if values of size D are stored.
@@ -30,7 +30,7 @@ class Attends:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurs:
-    """States that a recurrent layer caches, and how a mesh splits them, by state name."""
+    """States in the cache of a recurrent layer, and the split of each on a mesh, by state name."""
 
     states: Mapping[str, jax.ShapeDtypeStruct]
     splits: Mapping[str, Split]
@@ -38,7 +38,7 @@ class Recurs:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttends:
-    """Keys and values of encoder sources that a cross-attention layer caches."""
+    """Keys and values of encoder sources in the cache of a cross-attention layer."""
 
     kv_heads: int
     head_dim: int
@@ -49,7 +49,7 @@ Layer = Kept | tuple[Kept, ...]  # several for a layer with attention and a recu
 
 
 def all_kept(layers: Sequence[Layer]) -> list[tuple[int, Kept]]:
-    """Return the layer number and the cached arrays of each layer, in one list."""
+    """Return a list of the cached arrays of all layers, each with its layer number."""
     several = (layer if isinstance(layer, tuple) else (layer,) for layer in layers)
     return [(i, kept) for i, layer in enumerate(several) for kept in layer]
 

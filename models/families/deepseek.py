@@ -283,7 +283,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return the keys and values that each layer caches; `dtype` is unused."""
+    """Return the keys and values in the cache of each layer; `dtype` is unused."""
     del dtype
     size = config.rope_dim + config.rank
     values = slice(config.rope_dim, size)

@@ -163,7 +163,7 @@ def _times(tensor: Tensor, factor: float | np.ndarray) -> Tensor:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the keys, values and states that each layer caches."""
+    """Return the keys, values and states in the cache of each layer."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     return [(attends, mamba2.recurs(config.mixer, dtype))] * config.layers
 

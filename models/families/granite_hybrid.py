@@ -33,7 +33,7 @@ class Config:
     hidden: inner size of the feed-forward part that all tokens share.
     mixer: configuration of the Mamba-2 mixers.
     embedding_factor: factor of embeddings.
-    residual_factor: factor of the output of each part of a layer, before the residual sum.
+    residual_factor: factor of the output of each part of a layer, applied before the residual sum.
     logits_divisor: divisor of logits.
     experts: number of experts, or 0, of which a token selects `experts_per_token`.
     expert_hidden: inner size of an expert.
@@ -193,7 +193,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the arrays that each layer caches; `dtype` is the dtype of convolution states."""
+    """Return the arrays in the cache of each layer; `dtype` is the dtype of convolution states."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     mixes = mamba2.recurs(config.mixer, dtype)
     return [attends if is_attention else mixes for is_attention in config.attends]

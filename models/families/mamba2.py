@@ -291,7 +291,7 @@ def recurs(sizes: Sizes, dtype: Any) -> Recurs:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Recurs]:
-    """Return the arrays that each layer caches; `dtype` is the dtype of convolution states."""
+    """Return the arrays in the cache of each layer; `dtype` is the dtype of convolution states."""
     return [recurs(config.mixer, dtype)] * config.layers
 
 

@@ -308,7 +308,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the arrays that all layers cache: self-attention, then cross-attention."""
+    """Return all layers of the cache: self-attention layers first, then cross-attention layers."""
     del dtype
     sizes = dict(kv_heads=config.heads, head_dim=config.head_dim)
     return [Attends(rope=None, **sizes)] * config.layers + [CrossAttends(**sizes)] * config.layers

@@ -128,7 +128,7 @@ def _find_first_accepted(
     drawn_from: Float[Array, "Z V"],
     keys: Key[Array, " Z"],
 ) -> tuple[Int32[Array, " Z"], Float[Array, "Z V"]]:
-    """Return the first accepted token of k branches, or -1, and logits of replacement tokens.
+    """Return the first accepted token of k branches (-1 if none), and logits of replacements.
 
     After each rejection, the model probabilities p become max(p - q, 0), normalised. The rejected
     token is removed from the draft probabilities q, since draft tokens are drawn without

@@ -31,7 +31,7 @@ class DraftTokens(NamedTuple):
     tokens: `[Z, n]`, or `[Z, k, n]` for k branches. Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
     adjusted: float32. Adjusted logits from which tokens were drawn; None if tokens are not random.
-      Branches with equal first tokens draw the next tokens without replacement.
+      Branches with a common prefix draw their tokens after the prefix without replacement.
     """
 
     tokens: Int32[Array, "Z *k n"]
@@ -97,7 +97,7 @@ class Drafter(ABC):
           sequences: Ids of the sequences.
           at: Position of `fed[:, 0]`.
           fed: `[Z, n + 1]`. The last sampled token, then the n draft tokens of the selected branch.
-          num_cached: Number of fed tokens that are now in the cache; 0 for a sequence that ended.
+          num_cached: Number of fed tokens that are now in the cache; 0 if no token was sampled.
         """
 
 
@@ -129,7 +129,7 @@ class PromptLookup(Drafter):
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
         pad = jnp.pad(text, [(0, 0), (0, self.num_draft_tokens)], constant_values=-1)
-        # True at each index where the last n tokens occur earlier, without padding.
+        # True where an earlier occurrence of the last n tokens begins; False at padding.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
         found = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
         tokens, valid = [], []
@@ -183,8 +183,8 @@ def prompt_lookup(
         static.
 
     Returns:
-      A drafter for `speculate`, which stores the last C tokens of each of Z sequences in `recent`
-      `[Z, C]` int32, padded in front with -1. The method `propose` gets the sampler, the
+      A drafter for `speculate`. The field `recent` `[Z, C]` int32 contains the last C tokens of
+      each of Z sequences, padded in front with -1. The method `propose` gets the sampler, the
       `DecodeState`, `active` `[Z]` bool (which sequences get a draft), and `at` `[Z]` int32 (the
       position of the last sampled token, here unused). It returns the drafter and the draft:
       `tokens` int32 and `valid` bool, `[Z, num_draft_tokens]`, or `[Z, k, num_draft_tokens]` for k
@@ -230,7 +230,7 @@ def prompt_lookup(
 class DraftModel(Drafter):
     """Drafter of `draft_model` with one branch.
 
-    unfed: The token that is missing in the draft cache; -1 unless exactly one token is missing.
+    unfed: If the draft cache lacks exactly one token of the main cache, this token; otherwise -1.
     """
 
     params: PyTree

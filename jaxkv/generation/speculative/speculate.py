@@ -129,7 +129,7 @@ def speculate(
     Returns:
       A `DecodeResult`, as from `decode`. The array `tokens` is `[Z, num_tokens]` int32, with -1
       after the end of a sequence, and without the token that `init_decode` sampled.
-      `num_model_steps`, `num_drafted` and `num_accepted` `[Z]` int32 count for each sequence;
+      `num_model_steps`, `num_drafted` and `num_accepted` `[Z]` int32 are counts for each sequence;
       `drafter` is the drafter for the next call.
 
     Raises:
@@ -183,7 +183,7 @@ def speculate(
     loop = cached_program(_build_speculate_program, forward)
     args = attach_node_types((drafter, sampler)), fixed, table, buffers, state
     table, buffers, next_state, drafter, made = loop(*args, num_tokens=num_tokens)
-    # Reading the output array of sequences would wait for the program; the input array does not.
+    # The ids in the input state can be read before the program ends; those in the output cannot.
     next_state = replace(next_state, sequence=state.sequence)
     return DecodeResult(merge(table, buffers), next_state, *made, drafter=drafter)
 
@@ -300,7 +300,7 @@ def _append_rows(
 def _run_draft_width_step(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Run a step with n draft tokens; if no sequence has a draft, run a step without them."""
+    """Run a step with n draft tokens, or with none if no sequence has a draft."""
     # Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     empty_result = _StepResult(

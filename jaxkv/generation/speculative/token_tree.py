@@ -102,9 +102,10 @@ def plan_tree(
 ) -> Plan:
     """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
-    The table is the result of `fork_branches`. Sequence ids ascend; a missing branch has the id Q.
-    A sequence has 1 + k * n outputs: one for the last sampled token, then one for each draft token,
-    branch by branch. If branches share a token, only the output in the first branch is defined.
+    The table is the result of `fork_branches`. Ids in a row of `sequences` ascend; a missing branch
+    has the id Q. A sequence has 1 + k * n outputs: one for the last sampled token, then one for
+    each draft token, branch by branch. If branches share a token, only its output in the first of
+    these branches is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)

@@ -1,4 +1,4 @@
-"""Search for the longest prefix of a prompt at which a stored sequence can be resumed."""
+"""Search for the longest prefix of a prompt after which a stored sequence can be resumed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return a mask of resumable prefix lengths, and why the full length is not resumable."""
+    """Return a mask of resumable prefix lengths, and the `MissReason` of the full length."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -117,7 +117,7 @@ def _has_same_content(
 def _has_unbroken_prefix(
     cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
 ) -> Bool[Array, " n"]:
-    """Return whether each token before a position is in an unshifted cell or was evicted."""
+    """Return a mask of `positions`: each earlier token is in an unshifted cell, or was evicted."""
     evicted_below, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < evicted_below, END, own_positions))

@@ -35,11 +35,12 @@ class PrefixStore:
     into a sequence of the store, and the method `fork` forks a stored prefix into another sequence.
     A fork within a stream shares the cells of the prefix; a fork between streams copies the cells.
 
-    Use a store only with the cache that was returned together with the store. An earlier store
-    stays valid for its earlier cache. Only methods of the store may edit the sequences of the
-    store. If `seq_add` shifts cells that a stored prompt shares, the shifted tokens cannot be
-    forked. Prompts are compared by token ids: assign an id to each image or other model input.
-    Methods raise a ValueError if a cache is traced, or has another spec than the store.
+    The methods `fork`, `store` and `evict` return a new cache and a new store. Use the new store
+    only with the new cache; the earlier store stays valid for the earlier cache. Only methods of
+    the store may edit the sequences of the store. If `seq_add` shifts cells that a stored prompt
+    shares with another sequence, the shifted tokens cannot be forked. Prompts are compared by token
+    ids: assign an id to each image or other model input. Methods raise a ValueError if a cache is
+    traced, or has another spec than the store.
 
     prompts: The stored prompts, least recently used first.
     evicted: Tokens of the last `len(sequences)` evicted prompts, latest last.
@@ -112,7 +113,7 @@ class PrefixStore:
 
         After the fork, the sequence contains only the first `hit.length` tokens of the prompt.
         Compute the rest of the prompt next. The last token of the prompt is never forked, since
-        logits are not stored. Of equally long prefixes, a prefix in the same stream is preferred.
+        logits are not stored. Of equally long prefixes, one in the stream of `seq` is preferred.
         If a copy from another stream does not fit, `hit.length` is 0, and the sequence is empty.
 
         Args:
@@ -150,11 +151,11 @@ class PrefixStore:
         keeps only the states at the end. Therefore store a prompt up to the position where other
         prompts will diverge, such as the end of a common prefix.
 
-        A prompt that is already stored is not stored again. A stored prefix of the new prompt is
-        replaced if the new prompt can be resumed wherever the stored prefix can be resumed. If the
-        store has no empty sequence, or exceeds its limit of cells, the least recently used prompts
-        are evicted. If the store has no sequence in the stream of `seq`, the prompt is copied to a
-        store sequence in another stream.
+        A prompt that is already stored is not stored again. The new prompt replaces a stored prompt
+        that is a prefix of the new prompt. The stored prompt is kept if it can be resumed at a
+        position at which the new prompt cannot. If the store has no empty sequence, or exceeds its
+        limit of cells, the least recently used prompts are evicted. If the store has no sequence in
+        the stream of `seq`, the prompt is copied to a store sequence in another stream.
 
         Args:
           cache: The cache of the store.
@@ -338,7 +339,7 @@ class PrefixStore:
         return PrefixResult(cache, self.touch(source), hit)
 
     def touch(self, prompt: CachedPrompt) -> PrefixStore:
-        """Return a store in which a prompt, if stored, is the most recently used prompt."""
+        """Return a store that lists a prompt as most recently used, if the prompt is stored."""
         if not any(past is prompt for past in self.prompts):
             return self
         return self._replace_fields(prompts=(*self._without_prompt(prompt).prompts, prompt))
@@ -364,7 +365,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store sequences in the stream of `seq`, or all if this stream has none."""
+        """Return store sequences in the stream of `seq`; if there are none, all store sequences."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
