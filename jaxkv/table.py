@@ -1,4 +1,4 @@
-"""`CacheTable`: the methods of a table that edits, plans and loops call.
+"""`CacheTable`: the methods of a table that are called by edits, plans and loops.
 
 Subclasses: `CellTable`, `CrossAttentionTable` (encoder sources), `StateTable` and `HybridTable`.
 """
@@ -48,7 +48,8 @@ class Admission(NamedTuple):
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
     fits_in_one_run: Like `fits`, but with contiguous placement only the longest free run is used.
-    num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
+    num_remaining: Number of cells that remain in the stream of each sequence after the
+      sequences that fit are placed.
     """
 
     fits: Bool[Array, " Q"]
@@ -111,7 +112,7 @@ def assignable(method: Callable[..., R]) -> Callable[..., R]:
 
 
 class CacheTable(Partitioned):
-    """Table of a cache: the methods that edits, plans and loops call.
+    """Table of a cache: the methods that are called by edits, plans and loops.
 
     An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
     A range has the positions from `start` to `stop` - 1. A negative start means 0, a negative stop

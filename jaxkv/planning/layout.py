@@ -206,7 +206,7 @@ def rank_in_sequence(
 
 
 def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each token the index of the previous token of its first sequence, or -1.
+    """Return, for token i, the index of the previous token of `sequences[i]`; -1 for none.
 
     >>> preceding_tokens(np.array([2, 0, 0, 1]), np.array([[-1], [1], [-1], [-1]]))
     array([-1, -1,  1,  1], dtype=int32)
