@@ -69,8 +69,8 @@ def make_cache(
         tokens can be removed until a stream is full. With recurrent layers, `max_rollback` is E,
         the number of earlier states to store, each as large as the current state; default 0.
       placement: order in which free cells of attention layers are taken, without effect on results.
-        None selects "tiled" on a CPU if 8 or more sequences share a stream of 4,096 or more cells
-        (and N is a multiple of 64), otherwise "any".
+        None selects "tiled" on a CPU without a mesh if 8 or more sequences share a stream of 4,096
+        or more cells (and N is a multiple of 64), otherwise "any".
 
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells; without such a run, a plan is refused.

@@ -75,11 +75,11 @@ def make_attention_cache(
             f"expected a number of cells that {shards} stripes divide, got {cells}; take "
             f"{-(-cells // shards) * shards}"
         )
-    if placement is None:
+    devices = HEAD_DEVICES.get() if devices is None else devices
+    if placement is None and devices is None:  # no mesh
         kind = default_placement(cells, sharing=sequences // streams)
     if kind == "tiled":
         check_tile_multiple(cells)
-    devices = HEAD_DEVICES.get() if devices is None else devices
     lanes = default_lanes(devices) if lanes is None else check_count(lanes, "lanes")
     fields, buffers = _make_arrays(
         spec,

@@ -145,6 +145,10 @@ def test_default_placement_of_large_pools_is_tiled(cells, sequences, streams, ex
         chosen = jax.eval_shape(lambda: make_cache(ATTENTION, placement="any", **sizes))
         assert chosen.table.placement == "any"
     assert default_placement(cells, sharing=sequences // streams, platform="tpu") == "any"
+    mesh = jax.make_mesh((1,), ("tensor",))
+    rules = jaxkv.sharding.ShardingRules()
+    shapes = jaxkv.sharding.shapes(lambda: make_cache(ATTENTION, **sizes), mesh, rules)
+    assert shapes.table.placement == "any"
 
 
 @pytest.mark.parametrize("name", CASES)
