@@ -101,7 +101,7 @@ def check_distinct(ids: PyTree) -> None:
 def mask_unchanged_targets(
     spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Return parents and targets; replace each target that does not change by Q.
+    """Return parents and targets, with Q in place of each target that does not change.
 
     A target does not change if target and parent are equal, or if one of the two is not a sequence
     id. If a traced target is repeated, only the last entry is used.

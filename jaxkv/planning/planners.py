@@ -74,8 +74,8 @@ def init_batch(
       A `Plan`: the tuple `ubatches`, `ok` `[]` bool, `reason` `[Q]` int32 (a `Reason` for each
       sequence), and `fits` `[Q]` bool. If the plan is refused, for example because too few cells
       are free (`Reason.OUT_OF_CELLS`), `ok` is False, `apply` has no effect, and `plan.check()`
-      raises a `PlanRefusedError`. `fits` is True for sequences that fit together if sequences with
-      fewer new tokens, then with lower ids, are placed first.
+      raises a `PlanRefusedError`. `fits` is whether each sequence gets cells if sequences are
+      placed one after the other: fewest new tokens first, then lowest id first.
 
     Raises:
       TypeError: If `batch` is not a `Batch`, `ubatch_size` is not an integer, or `encoder` is True

@@ -285,7 +285,8 @@ def make_batch_sampler(
 ) -> FilterSampler:
     """Return the sampler of Z sequences; `requests` has None for a sequence without a request.
 
-    To limit compiled programs, there are 3 sets of filters: none, temperature and min_p, or all.
+    To limit the number of compiled programs, there are only three sets of filters: no filters;
+    temperature with min_p; all filters.
 
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)

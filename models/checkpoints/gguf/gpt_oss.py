@@ -60,7 +60,7 @@ def plain(name: str, arch: str) -> str | None:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Convert tensors with the names that `plain` returns to Hugging Face's form.
+    """Convert tensors to the form of Hugging Face; names are those that `plain` returns.
 
     Matrices of experts are transposed, and gates and up projections alternate in one tensor. Raises
     `ModelError` if a part is missing, or a shape is invalid.
