@@ -115,22 +115,21 @@ def main() -> None:
 
     striped = partial(case, full[:1], [0], 1, placement="striped:4")
     untiled = {"placement": "any"}
-    busy = partial(case, full, range(8), grown=n // 4)
 
-    def many(sequences: int, streams: int, **options: Any) -> Callable[[], Case]:
-        """Distribute 8 * n cells among more sequences."""
+    def busy(streams: int, sequences: int = 8, **options: Any) -> Callable[[], Case]:
+        """Distribute 8 * n cells among busy sequences."""
         size = 8 * n // sequences
-        sizes = {"streams": streams, "cells": 8 * n // streams, "grown": size // 4}
-        return partial(Case, model, [size - 32] * sequences, range(sequences), **sizes, **options)
+        options = {"grown": size // 4, **options}
+        return case([size - 32] * sequences, range(sequences), streams, **options)
 
     forks = partial(busy, shared=7 * n // 8, grown=n // 16)
 
     cases = {
         **{f"8 busy, streams {s}": busy(s, **untiled) for s in (1, 2, 4, 8)},
         "8 busy, streams 1, tiled": busy(1, placement="tiled"),
-        **{f"{q} busy, streams {q}": many(q, q) for q in (16, 32)},
-        **{f"{q} busy, streams 1": many(q, 1, **untiled) for q in (16, 32)},
-        **{f"{q} busy, streams 1, tiled": many(q, 1, placement="tiled") for q in (16, 32)},
+        **{f"{q} busy, streams {q}": busy(q, q) for q in (16, 32)},
+        **{f"{q} busy, streams 1": busy(1, q, **untiled) for q in (16, 32)},
+        **{f"{q} busy, streams 1, tiled": busy(1, q, placement="tiled") for q in (16, 32)},
         "8 forks, streams 1": forks(1, **untiled),
         "8 forks, streams 1, tiled": forks(1, placement="tiled"),
         "8 forks, streams 8": forks(8),

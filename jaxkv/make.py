@@ -181,8 +181,7 @@ def _make_from_spec(
             raise ValueError(
                 f"expected one {name} for a cache without parts, got {value}; pass a single one"
             )
-    if options["placement"] is not None:
-        parse_placement(options["placement"])  # raises even if no layer uses the placement
+    parse_placement(options["placement"])  # raises even if no layer uses the placement
     match spec.kind:
         case "recurrent":
             max_rollback = 0 if options["max_rollback"] is None else options["max_rollback"]

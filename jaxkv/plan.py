@@ -122,8 +122,7 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, UNKNOWN_SEQUENCE replaces every OK.
-    fits: Whether each sequence gets cells if sequences are placed one after the other, those with
-      the fewest new tokens first.
+    fits: Whether each sequence gets cells if sequences are placed in turn, fewest new tokens first.
     expected, actual: the required and the actual value for each refused sequence. The values are
       positions or numbers of free cells, depending on the reason.
 

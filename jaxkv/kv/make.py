@@ -50,7 +50,7 @@ def make_attention_cache(
 
     devices: number of devices that split the heads; None if unknown.
     """
-    kind, shards = parse_placement("any" if placement is None else placement)
+    kind, shards = parse_placement(placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
     rollback = check_count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
@@ -117,7 +117,7 @@ def default_placement(cells: int, *, sharing: int, platform: str | None = None) 
 def default_lanes(devices: int | None = None, platform: str | None = None) -> int:
     """Return the default of the option `lanes`: 128 on a TPU, otherwise 1.
 
-    The default is also 1 if a process has several devices and `devices` is None, because fewer
+    The default is also 1 if a process has several devices and `devices` is unknown, because fewer
     devices can split rows of several heads.
     """
     platform = jax.default_backend() if platform is None else platform
@@ -225,8 +225,10 @@ def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,) * spec.layers
 
 
-def parse_placement(placement: str) -> tuple[Placement, int]:
-    """Return the kind of placement, and n for a placement "striped:n" (1 for other kinds)."""
+def parse_placement(placement: str | None) -> tuple[Placement, int]:
+    """Return the kind of placement ("any" for None), and n of "striped:n" (1 for other kinds)."""
+    if placement is None:
+        return "any", 1
     if placement in ("any", "contiguous", "tiled"):
         return placement, 1
     kind, _, shards = str(placement).partition(":")

@@ -365,7 +365,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return store sequences in the stream of `seq`; if there are none, all store sequences."""
+        """Return store sequences in the stream of `seq`; without any, all store sequences."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
