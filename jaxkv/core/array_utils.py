@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return distinct slots past the last cell; writes with mode="drop" skip such slots."""
+    """Return an array of distinct slots past the last cell, with the shape of `slots`.
+
+    Writes with mode="drop" skip these slots.
+    """
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
@@ -93,7 +96,10 @@ def take_rows(
 
 @partial(jax.jit, static_argnames="axis")
 def stack_unfused(arrays: Sequence[Shaped[Array, "*n"]], axis: int) -> Shaped[Array, " ..."]:
-    """Stack arrays; on a CPU, the loops that read the result do not compute it again."""
+    """Stack arrays; on a CPU, XLA does not compute the arrays again in loops that read the result.
+
+    Other backends may compute the arrays again.
+    """
     # XLA fuses no concatenation into the loops that read it. The barrier keeps XLA from replacing a
     # slice of the concatenation by the sliced array.
     return jax.lax.platform_dependent(

@@ -14,9 +14,9 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     """Build a program for the given functions, or return the program that was built earlier.
 
-    Two bound methods with the same function and object have the same program. The argument `build`
-    is called with a getter of each function. The getters have weak references, so the caller must
-    keep the functions alive while the program runs.
+    Two bound methods with the same function and object have the same program. `build` is
+    called with one getter for each function; a getter returns its function. Getters have only weak
+    references, so the caller must keep the functions alive while the program runs.
     """
     for function in functions:
         if not callable(function):

@@ -49,7 +49,7 @@ _NAMES = {
 class ShardingRules:
     """Mesh axes that split the dimensions of a cache. Hashable and static.
 
-    An axis that is not in the mesh splits no dimension. A single stream, head or cell is not split.
+    An axis that is not in the mesh splits no dimension. A dimension of size 1 is not split.
     Heads that cannot be split evenly are replicated; see `jaxkv.sharding.fit_mesh`.
 
     streams: Axes that split the streams of tables and buffers.
@@ -94,14 +94,15 @@ class ShardingRules:
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
     def split(self, mesh: AnyMesh, **sizes: int) -> dict[str, tuple[str, ...]]:
-        """Return the mesh axes that split dimensions of given sizes; no axes for a size of 1.
+        """Return the mesh axes that split each dimension; `()` for a dimension that is not split.
 
         Args:
           mesh: the mesh.
-          sizes: sizes of dimensions by field name.
+          sizes: sizes of the dimensions, by field name. A dimension of size 1 is not split.
 
         Raises:
-          ValueError: If several streams or cells cannot be split evenly over the devices.
+          ValueError: If the number of streams or cells is above 1, but not a multiple of the number
+            of devices along the axes of this dimension.
           ValueError: If an axis would split two dimensions.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))
@@ -130,11 +131,11 @@ class ShardingRules:
         return found
 
     def present(self, mesh: AnyMesh, name: str) -> tuple[str, ...]:
-        """Return the mesh axes of a field, without axes of a single device."""
+        """Return the axes of a field that are in the mesh and have more than one device."""
         return tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
 
     def devices(self, mesh: AnyMesh, name: str) -> int:
-        """Return the number of devices that split a dimension; 1 if the dimension is not split."""
+        """Return the number of devices along the mesh axes of a field; 1 if there are no axes."""
         return prod(mesh.shape[axis] for axis in self.present(mesh, name))
 
 
@@ -209,7 +210,7 @@ def map_shards(
     in_specs: PyTree[P],
     out_specs: PyTree[P],
 ) -> Callable[..., R]:
-    """Return a function of whole arrays that calls `fun` with shards on each device."""
+    """Return a function of whole arrays; each device calls `fun` with its shards of the arrays."""
     # Specs are trees, or tree prefixes, of `PartitionSpec`.
     mesh = _require_mesh(sharding_rules)
     if mesh is None:
@@ -232,7 +233,9 @@ def map_shards(
 
 
 def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
-    """Remove mesh axes that are not explicit from `spec`; array types have explicit axes only.
+    """Remove from `spec` all mesh axes that are not explicit.
+
+    The types of JAX arrays contain only explicit mesh axes.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
@@ -256,7 +259,10 @@ def first_local_index(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, "
 def to_local_index(
     index: Int32[Array, "*n"], axes: tuple[str, ...], count: int
 ) -> tuple[Int32[Array, "*n"], PyTree[Bool[Array, "*n"] | bool]]:
-    """Convert global indices to indices in a shard, 0 if outside; also return which are inside."""
+    """Convert global indices to indices in a shard; also return which indices are in the shard.
+
+    An index outside of the shard is converted to 0.
+    """
     if not axes:
         return index, True
     local = index - first_local_index(axes, count)

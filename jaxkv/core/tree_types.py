@@ -1,4 +1,4 @@
-"""Pytrees with static node types, since JAX compares trees without the classes of dataclasses."""
+"""Pytrees with static node types; JAX does not compare the classes of dataclass nodes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ X = TypeVar("X")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeWithTypes(Generic[X]):
-    """A pytree and its static node types; pytrees of different types do not share programs."""
+    """A pytree and its static node types; a compiled program is reused only for equal types."""
 
     value: X
     types: tuple[type, ...] = field(metadata={"static": True})

@@ -68,9 +68,10 @@ def check_int32(
 ) -> PyTree[Int32[ArrayLike, "*n"]]:
     """Return integers as int32: a JAX array if `value` is a JAX array or traced, else NumPy.
 
-    Traced integers are clipped to `[low - 1, high + 1]` if int32 permits, so an invalid integer
-    never becomes valid. Raises a ValueError for lists of different lengths, and, with `advice`, for
-    an untraced integer out of bounds.
+    If the dtype of traced integers has a larger range than int32, they are clipped to
+    `[low - 1, high + 1]`, so that integers out of bounds remain out of bounds. If `high` is END,
+    integers above END become END. Raises a ValueError for lists of different lengths. Raises a
+    ValueError that ends with `advice` for an untraced integer out of bounds.
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)

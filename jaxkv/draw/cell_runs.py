@@ -1,4 +1,4 @@
-"""Runs of neighbouring cells, each drawn as one column or box, and labels of runs."""
+"""Runs of neighbouring cells, and their labels. Each run is drawn as one column or box."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def merge_runs(
 ) -> list[CellRun]:
     """Return at most `max_runs` runs that cover all cells of a stream.
 
-    Cells with consecutive positions, equal owners and equal shifts form a run. Neighbouring runs
-    are merged, the shortest runs first, until `fits(runs)` is True or one run is left.
+    Neighbouring cells with consecutive positions, equal owners and equal shifts form a run. So do
+    neighbouring empty cells. If there are more than `max_runs` runs, or `fits(runs)` is False,
+    neighbouring runs are merged, the shortest runs first. At least one run is left.
     """
     bounds = _find_run_bounds(view, stream)
     sizes = np.diff(bounds)

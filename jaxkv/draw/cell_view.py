@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class CellView:
     """Positions, owners and shifts of all cells, as NumPy arrays that later edits do not change.
 
-    position: position of the token in each cell, or of the last token of a state; -1 if empty.
+    position: position of the token in each cell; for a cell with a recurrent state, position of the
+      state's last token; -1 for an empty cell.
     words: owners of each cell; bit b of word w is sequence 32 * w + b of the stream.
     shift: pending shift of the key in each cell; 0 for states.
     sequences: number of sequences, Q; sequence q is in stream q // (Q // S).
@@ -58,7 +59,7 @@ class CellView:
         return np.bitwise_count(self.words).sum(axis=1, dtype=np.int32)
 
     def sequence_positions(self, seq: int) -> Int32[np.ndarray, " N"]:
-        """Return the position in each cell of the stream; -1 where the sequence is not an owner.
+        """Return the position of each cell that a sequence owns; -1 for other cells of its stream.
 
         Raises:
           ValueError: If the sequence does not exist.
@@ -81,8 +82,8 @@ def view_cells(cache: Cache) -> CellView:
         split over processes, every process must call `Cache.cells`.
 
     Returns:
-      A `CellView` of NumPy arrays `[S, N]` int32: `position` and `owner` (the lowest id), both -1
-      for an empty cell, `num_owners` and `shift`.
+      A `CellView` of NumPy arrays `[S, N]` int32: `position`, `owner`, `num_owners` and `shift`.
+      `owner` is the lowest id of a cell's owners. For an empty cell, `position` and `owner` are -1.
 
     Raises:
       TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.

@@ -48,7 +48,8 @@ def cells(cache: Cache, ax: Axes | None = None) -> Axes:
     """Draw the owner of each cell, and positions if there is space.
 
     A single stream is drawn as a grid, line by line from the top left. If there are several
-    streams, each stream is one line. A shared cell is hatched in the colour of its lowest owner.
+    streams, each stream is one line. A shared cell has the colour of its lowest owner id, and black
+    hatching.
 
     Args:
       cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache.
@@ -258,7 +259,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
 
 
 def _cells_per_owner(view: CellView) -> np.ndarray:
-    """Count the cells of each sequence, `[Q]`; a shared cell counts for the lowest owner."""
+    """Count the cells of each sequence, `[Q]`; a shared cell counts for the lowest owner id."""
     owner = view.owner
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
@@ -279,7 +280,7 @@ def _import_matplotlib(module: str) -> ModuleType:
 
 
 def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
-    """Wrap a single stream into padded lines of cells; return several streams unchanged."""
+    """Wrap an array of one stream into padded lines of cells; return other arrays unchanged."""
     if len(x) > 1:
         return x
     missing = -x.size % across
@@ -354,6 +355,6 @@ def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
 
 
 def _choose_ticks(count: int) -> list[int]:
-    """Return the lines with a tick label: all of at most 12 lines, else about eight."""
+    """Return the lines with a tick label: all lines if there are at most 12, else about eight."""
     step = 1 if count <= 12 else -(-count // 8)
     return list(range(0, count, step))

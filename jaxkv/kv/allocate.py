@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return how many tokens fit into the open cells of each stream."""
+    """Return for each stream how many tokens fit into the cells where `open_cells` is True."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
@@ -28,7 +28,10 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Choose `demand[s]` slots in each stream s; later entries of row s are invalid."""
+    """In each stream s, choose slots of `demand[s]` cells where `open_cells` is True.
+
+    Only the first `demand[s]` entries of row s are valid.
+    """
     number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
@@ -48,7 +51,7 @@ def mark_used(
 ) -> C:
     """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell.
 
-    `is_incomplete` is True for layers without keys and values of the new cells.
+    `is_incomplete[s, l]` is True if layer l lacks keys and values of new cells in stream s.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))

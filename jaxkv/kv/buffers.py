@@ -39,7 +39,7 @@ LayerKV = tuple[Stored, Values]
 
 
 class HeadSizes(NamedTuple):
-    """Sizes of the heads of a layer; if values are slices of keys, `values` is the slice."""
+    """Sizes of the heads of a layer; `values` is Dv, or the slice of each key that is its value."""
 
     kv_heads: int
     head_dim: int
@@ -68,8 +68,8 @@ class Buffers:
       L + l is stream s of layer l. The key of a cell at position p with shift d is rotated for
       position p - d. If n heads share a row (`ops.head_rows`), K becomes K / n, and D becomes the
       size of a row.
-    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. Values share
-      rows like keys.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. If n key
+      heads share a row, n value heads share a row too.
     ropes: Rotary embedding of each layer's keys, static; None for keys without rotation, `NotGiven`
       if the cache was made without `rope=`.
     stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
@@ -130,7 +130,10 @@ KVPartitions = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return the numbers of streams, key heads and cells of an array of `depth` layers, by name."""
+    """Return the numbers of streams, key heads and cells of an array, by field name.
+
+    `depth` is the number of layers that the array stores.
+    """
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -189,7 +192,8 @@ def map_kv(
     """Replace the keys and values on each device by the result of the function `change`.
 
     If layers are stacked, `change` is called for each layer, otherwise once for all layers. On a
-    mesh, the first `by_stream` of `args` are split by streams, and the others are replicated.
+    mesh, the first `by_stream` elements of `args` are split by streams, and the other elements are
+    replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -269,7 +273,7 @@ def scatter_local(
 def _to_local_slots(
     split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Convert global streams and slots to local ones, out of range for other devices."""
+    """Convert global streams and slots to local; slots of other devices become out of range."""
     if split.streams:
         streams, is_own = to_local_index(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, out_of_range_slots(slots))
@@ -283,7 +287,7 @@ def _to_local_slots(
 def offset_slots_into_range(
     slots: Int32[Array, "*n"], first: jax.Array | int, count: int
 ) -> Int32[Array, "*n"]:
-    """Subtract `first` from slots; slots outside `[first, first + count)` become out of range."""
+    """Subtract `first` from slots; move slots outside `[first, first + count)` past all cells."""
     is_within = (slots >= first) & (slots < first + count)
     return jnp.where(is_within, slots - first, out_of_range_slots(slots))
 
@@ -334,7 +338,8 @@ def copy_cell_run(
     """Copy a run of contiguous cells from one stream to the same cells of another stream.
 
     The stream indices `src` and `dst` are global. The cell indices `first` and `end` are indices in
-    the shard of the device. If a mesh splits cells, only cells below `end` are copied.
+    the shard of the device. The run has `size` cells. If a mesh splits cells, only cells of the run
+    below `end` are copied.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 

@@ -150,8 +150,10 @@ def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the last position of each sequence with `asked` True; -1 for an empty sequence."""
-    # The result of a sequence that is not in `asked` may be -1.
+    """Return the last position of each sequence with `asked` True; -1 for an empty sequence.
+
+    For sequences with `asked` False, the result is the last position or -1.
+    """
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
     streams, words, _ = cells.owners.shape
@@ -172,7 +174,11 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return last positions, `[S, W, WORD]`; EMPTY for owner words with `asked` False."""
+    """Return the last position of each sequence, `[S, W, WORD]`, from chunks of `size` cells.
+
+    `asked`, `[W]`, has a flag for each owner word. If the flag of a word is False, the result is
+    EMPTY for all sequences of the word.
+    """
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -229,7 +235,10 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Make the sequences `dst` owners of the cells of `src` in a range; all in one stream."""
+    """Make the sequences `dst` owners of the cells of `src` in a range.
+
+    All sequences must be in the same stream.
+    """
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
@@ -245,7 +254,7 @@ def seq_cp(
 def evicted_below_of_copy(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, ""]:
-    """Return `evicted_below` of a copy of a range of `seq`."""
+    """Return `evicted_below` of a new sequence that is a copy of a range of `seq`."""
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
@@ -352,7 +361,11 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return `old` with updated hashes, and whether all keys of `old` are still in the buffers."""
+    """Return `old` with updated hashes, and whether the buffers still store its keys and values.
+
+    The arguments are the current table and an older table. The result has `cell_hash` of `cells`,
+    and `written` is updated. The flag is True if every used cell of `old` has an equal hash.
+    """
     # If the hashes of a cell are equal, the cell still has the keys and values of `old`.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
@@ -370,7 +383,10 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
 
 
 def is_layer_incomplete(cells: Cells) -> jax.Array:
-    """Return which layers lack tokens of a stream, `[S, L]` bool; NumPy input also works."""
+    """Return for each stream which layers lack keys and values of its tokens, `[S, L]` bool.
+
+    If the arrays of the table are NumPy arrays, the result is a NumPy array.
+    """
     return (cells.written != cells.history[:, 1:]) & ~is_cell_empty(cells).all(
         axis=1, keepdims=True
     )
@@ -379,7 +395,10 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
-    """Return `history` and `written` after a copy, by name; `is_incomplete` layers lack tokens."""
+    """Return the fields `history` and `written` after a copy, by field name.
+
+    `is_incomplete[s, l]` is True if layer l lacks keys and values of tokens in stream s.
+    """
     # Without the 1, the hash of two zeros would be 0.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {

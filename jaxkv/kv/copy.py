@@ -1,4 +1,7 @@
-"""Copies between streams that have one sequence each. For other streams, see `copy_pooled`."""
+"""Copying of sequences between streams, if each stream has one sequence.
+
+If streams have several sequences, see `copy_pooled`.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ def copy_between_streams(
 def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Copy a range in the table; also return how many cells of the buffers to copy, `[]` int32."""
+    """Copy a range of `src` to `dst` in the table.
+
+    Also returns how many cells of the buffers to copy, `[]` int32.
+    """
     does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
@@ -98,7 +104,10 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """Replace stream `dst` by a range of the only stream of `source`, if `does` is True."""
+    """If `does` is True, replace stream `dst` by the cells of `source` with positions in a range.
+
+    The table `source` has a single stream. Also returns how many cells of the buffers to copy.
+    """
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -160,7 +169,7 @@ def _copy_runs(
 def select_between_streams(
     cells: C, buffers: Buffers, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[C, Buffers]:
-    """Replace distinct `targets` by their parents, all at once; skip targets outside `[0, Q)`."""
+    """Replace distinct `targets` by copies of their parents; skip targets outside `[0, Q)`."""
     # Each chunk is read from all parents before a target is written, so sequences can be swapped.
     does = is_sequence(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
@@ -247,7 +256,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: KVPartitions, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return three numbers of cells: in a shard, in a chunk, and to copy in this shard."""
+    """Return the number of cells of a shard, of a chunk, and of the part of this shard to copy."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

@@ -1,4 +1,4 @@
-"""Copies between streams that store several sequences each; copied tokens get free cells."""
+"""Copying of sequences between streams with several sequences; copied tokens get free cells."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CopyPlan(NamedTuple, Generic[C]):
 def plan_copy(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> CopyPlan[C]:
-    """Plan `seq_cp`: share cells in the stream of `src`, and replace targets in other streams."""
+    """Plan `seq_cp`: share cells in the stream of `src`, and copy cells to other streams."""
     dst = jnp.atleast_1d(dst)
     parents = jnp.broadcast_to(src, dst.shape)
     is_cross_stream = _is_in_other_stream(cells, parents, dst)
@@ -122,7 +122,7 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
 def _copy_planned_cells(
     split: KVPartitions, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Copy keys and values to the cells `slots[s, :num_copied[s]]` of each stream s."""
+    """Copy keys and values of cell `origin[s, i]` to `slots[s, i]`, for i < `num_copied[s]`."""
     ends = jnp.cumsum(num_copied)
     by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
 

@@ -103,7 +103,7 @@ class CrossAttentionTable(CellTable):
     def _parents_of_copy(
         self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the parents and targets of a copy, `[n]`; unchanged targets are replaced by Q."""
+        """Return parents and targets of a copy, `[n]`; unchanged targets get the number Q."""
         targets = jnp.atleast_1d(dst)
         parent = jnp.where(
             jnp.maximum(start, 0) < resolve_range_end(stop), src, -1
@@ -161,7 +161,7 @@ class CrossAttentionTable(CellTable):
         visible_until: Tokens | None = None,
         **options: Any,
     ) -> tuple[CellTable, Buffers, Float[Array, "R T H Dv"]]:
-        """Attend to whole sources: from decoder tokens, or from the tokens of each source."""
+        """Attend from decoder tokens to whole sources, or from source tokens to their source."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().attend(
                 buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options

@@ -43,8 +43,8 @@ class DefragPlan(MaintenancePlan):
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
     count: Number of runs of each stream.
-    free: Whether each cell was empty when the plan was made. If other cells are empty when the
-      plan is applied, the plan has no effect.
+    free: Whether each cell was empty when the plan was made. If the set of empty cells has changed
+      when the plan is applied, the plan has no effect.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -74,7 +74,7 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
 
     The rank of a cell is its index in fill order. If a stream has U used cells, used cells with a
     rank of U or more move to empty cells with a rank below U. In tiled placement, whole tiles move,
-    even if this exceeds `max_moves`.
+    even if more than `max_moves` moves are necessary for the last tile.
     """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 
 def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
-    """Return which used cells are evictable: outside the window of each owner's next token."""
+    """Return which used cells are evictable.
+
+    A cell is evictable if it is outside the window of the next token of each of its owners. Without
+    a window, no cell is evictable.
+    """
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
     if cells.sequences_per_stream == 1:
@@ -79,12 +83,19 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return, for each local id, whether this sequence of any stream owns cells in `where`."""
+    """Return for each local id whether its sequence owns cells in `where` in at least one stream.
+
+    The local id of a sequence is the index of the sequence in its stream.
+    """
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return positions `[S, N]` and owner words `[W]` of sequence `local` of each stream."""
+    """Return the positions of the sequences with the local id `local`, and their owner words.
+
+    The positions are `[S, N]`; EMPTY for cells that the sequence of a stream does not own. The
+    words, `[W]`, have only the bit of `local` set.
+    """
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
@@ -109,9 +120,9 @@ def accept_edit(
 ) -> tuple[C, Bool[Array, ""]]:
     """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
 
-    A sequence can continue if its next token attends to no evicted position. The last token of the
-    sequence must be present, or be the highest evicted token. `highest_evicted` is the new position
-    of the token that was at `evicted_below - 1`.
+    A sequence can continue if two conditions are met. Its next token attends to no evicted
+    position. Its last token is in a cell, or is its highest evicted token. `highest_evicted` is the
+    position after the edit of the token that was at `evicted_below - 1` before the edit.
     """
     if cells.window is None:
         return edited, jnp.array(True)

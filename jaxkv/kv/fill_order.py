@@ -28,7 +28,7 @@ def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... 
 
 
 def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the indices of the cells at given ranks; ranks past the last cell are unchanged."""
+    """Return the indices of the cells at given ranks; return ranks past the last cell unchanged."""
     if shards == 1:
         return rank
     stripe, turns = _stripe_sizes(cells, shards)

@@ -48,7 +48,7 @@ def make_attention_cache(
 ) -> Cache:
     """Implement `make_cache` for attention layers.
 
-    devices: number of devices that split the heads; None if unknown.
+    devices: number of devices over which the heads are split; None if unknown.
     """
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
@@ -117,8 +117,8 @@ def default_placement(cells: int, *, sharing: int, platform: str | None = None) 
 def default_lanes(devices: int | None = None, platform: str | None = None) -> int:
     """Return the default of the option `lanes`: 128 on a TPU, otherwise 1.
 
-    The default is also 1 if a process has several devices and `devices` is unknown, because fewer
-    devices can split rows of several heads.
+    The default is also 1 if a process has several devices and `devices` is unknown, because heads
+    of one row cannot be split over several devices.
     """
     platform = jax.default_backend() if platform is None else platform
     is_known = devices is not None or jax.device_count() == 1
@@ -128,10 +128,10 @@ def default_lanes(devices: int | None = None, platform: str | None = None) -> in
 def choose_heads_per_row(
     lanes: int, heads: Sequence[HeadSizes], dtype: jnp.dtype, devices: int
 ) -> int:
-    """Return how many heads share a row of `lanes` numbers; this number divides all `kv_heads`.
+    """Return how many heads share a row of `lanes` numbers; the result divides all `kv_heads`.
 
-    The result is 1 for dtypes of 8 bits and for values that are slices of keys. If `devices`
-    can split the heads of a layer, they can also split the rows of that layer.
+    The result is 1 for dtypes of 8 bits and for values that are slices of keys. If the
+    heads of a layer can be split evenly over `devices` devices, so can the rows of that layer.
 
     >>> sizes = [HeadSizes(kv_heads=8, head_dim=64, values=64)]
     >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]

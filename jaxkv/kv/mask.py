@@ -58,7 +58,10 @@ def visibility_of(
 def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
-    """Return which tokens attend to unwritten tokens; None for causal attention."""
+    """Return which tokens attend to tokens whose keys are not written yet.
+
+    Returns None for causal attention without `visible_until`.
+    """
     # These tokens attend beyond the last token of their sequence in this ubatch. If `causal` is
     # False, the sequence must also continue in a later ubatch of the plan.
     if causal and visible_until is None:

@@ -51,7 +51,8 @@ def compare_last_tokens(
     """Compare the content hash of each sequence's last cell with the array `contents`.
 
     Returns the hashes (0 for an empty sequence), and which hashes are equal to `contents`. After
-    `seq_div`, two cells may be at the last position; then one equal hash is sufficient.
+    `seq_div`, a sequence may have several cells at its last position. In this case, the returned
+    flag is True if at least one of these cells has the hash in `contents`.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)
@@ -82,9 +83,9 @@ def map_rows(
 ) -> W:
     """Call `work(cells, ubatch, rows, shared_axes)` with the streams and rows of each device.
 
-    `rows` has the mesh axes that split rows. If no axis splits rows, each device gets all rows;
-    rows of other devices' streams are padding. In this case `shared_axes` has the axes that split
-    streams; otherwise `shared_axes` is empty.
+    `rows` has the mesh axes that split rows. If `rows` is empty, each device gets all rows, and the
+    rows of other devices' streams are padding; `shared_axes` has the axes that split streams. If
+    `rows` is not empty, `shared_axes` is empty.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

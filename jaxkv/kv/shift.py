@@ -88,11 +88,12 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[C, Bool[Array, ""]]:
-    """Add `delta` to positions of a sequence in a range; other owners of these cells move too.
+    """Add `delta` to positions of a sequence's cells in a range, for all owners of the cells.
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
     not continue (see `eviction.accept_edit`), the function returns the unchanged table and False.
-    If `gap` is given, the sequence must have no tokens, present or evicted, in `[gap, start)`.
+    If `gap` is given, the caller must ensure that the sequence has no tokens, present or evicted,
+    at positions in `[gap, start)`.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -136,7 +137,11 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[C, Bool[Array, ""]]:
-    """Divide positions of a sequence in a range, rounding down; for the flag see `seq_add`."""
+    """Divide positions of a sequence's cells in a range, rounding down, for all owners.
+
+    If `divisor` is below 1, or an owner could not continue (see `eviction.accept_edit`), the
+    function returns the unchanged table and False.
+    """
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)
@@ -175,7 +180,10 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position of each sequence below `stop`, and whether it moves."""
+    """Return the highest evicted position below `stop` of each sequence.
+
+    Also returns, for each sequence, whether the edit moves this position.
+    """
     # An evicted cell may have been shared, so its position moves for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
@@ -249,7 +257,7 @@ def _rotate_keys(
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Rotate keys from positions `start` to `start + by`, both `[S, N]` int32."""
+    """Rotate keys from positions `start` to `start + by`; the two arguments are `[S, N]` int32."""
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # each device rotates its own cells

@@ -58,7 +58,10 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of `present` sequences; the last position of a sequence may be evicted."""
+    """Return the status of each sequence with `present` True.
+
+    If the last token of a sequence is evicted, its position is still the sequence's last position.
+    """
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )
@@ -210,10 +213,11 @@ def choose_in_stream(
     number: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for `total` tokens; `number` is the number of each token, from 1.
+    """Choose slots in a stream for `total` tokens.
 
-    A token that gets no cell has a slot past the last cell. The returned flag is True if
-    placement is contiguous and at least `total` cells are open, in one or in several runs.
+    Tokens are numbered from 1; `number` contains the number of each token. A token that gets no
+    cell has a slot past the last cell. The returned flag is True if placement is contiguous and at
+    least `total` cells are open, in one or in several runs.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
@@ -298,7 +302,7 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
-    """Return the `stream_hash` of a table without a window after a ubatch."""
+    """Return the `stream_hash` after a ubatch is applied to a table without a window."""
     # The slots are empty before the ubatch, and `ubatch.hash_before` is the hash of the table.
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
 

@@ -104,9 +104,10 @@ def choose_for_list(
 ) -> Int32[Array, " T"]:
     """Choose a slot for each token, lowest sequence id first; N for a token without a cell.
 
-    Cells are taken in this order, lowest cell first: empty cells in tiles that only the token's
-    sequence uses; cells of empty tiles; other empty cells; evictable cells, lowest position first.
-    Empty tiles, lowest first, are assigned to sequences in the order of sequence ids.
+    Cells are taken in this order: empty cells in tiles that only the token's sequence uses; cells
+    of empty tiles that are assigned to the sequence; other empty cells; evictable cells. The lowest
+    empty cell is taken first, and the evictable cell with the lowest position. Empty tiles, lowest
+    first, are assigned to sequences in the order of sequence ids.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
@@ -164,7 +165,10 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the tile of empty cell n (M for none), and n minus the empty cells before the tile."""
+    """Return the tile of empty cell n, and the index of cell n among the empty cells of the tile.
+
+    Tile i has `counts[i]` empty cells. If there are at most n empty cells, the tile is M.
+    """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
     return group, n - _get_or_zero(ends - counts, group)
