@@ -1,7 +1,8 @@
-"""Active tiles, which have at least one visible cell: the tiles that a loop or a kernel reads.
+"""Active tiles: the tiles of cells that a loop or a kernel reads for a block of tokens.
 
-M is the number of pairs of a block of tokens and a tile. `ActiveTiles.tiles` has M entries, however
-many tiles are active, so its size is static. Tiles of `jaxkv.kv.tiles` are smaller.
+A tile is active for a block if a token of the block attends to a cell of the tile. M is the number
+of pairs of a block of tokens and a tile. `ActiveTiles.tiles` has M entries, however many tiles are
+active, so its size is static. The tiles of `jaxkv.kv.tiles` are smaller.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class ActiveTiles(NamedTuple):
     """Active tiles of P lists of tokens; each list is cut into b equal blocks of t tokens.
 
     mask: Visible cells of each token, `[P * b, t, N]` bool. If this array would be large, or if
-      there is a bias, `mask` is a `Visibility` with a list of tokens for each block.
+      there is a bias, `mask` is a `Visibility` instead, in which each block is a list of tokens.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
-    tiles: Pairs as numbers, block * (tiles of a stream) + tile. Active tiles come first, by block.
+    tiles: For each pair of a block and a tile, the number block * n + tile, where n is the number
+      of tiles of a stream. Pairs with an active tile come first, by increasing number.
     starts: Index in `tiles` of the first active tile of each block; the last element is the number
       of active tiles of all blocks.
     """
@@ -60,7 +62,10 @@ class ActiveTiles(NamedTuple):
     def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
-        """Return the mask and the bias (or None) for a block of tokens and the cells of a tile."""
+        """Return the mask and the bias for a block of tokens and the cells of a tile.
+
+        The bias is None if the logits have no bias.
+        """
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None
@@ -118,7 +123,10 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return which cells a list attends to, `[P, N]`, and which tokens attend to any, `[P, T]`."""
+    """Return whether each cell is visible to a list, and whether each token has a visible cell.
+
+    The shapes of the two results are `[P, N]` and `[P, T]`.
+    """
     # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 

@@ -36,8 +36,8 @@ Bias = Function | jax.Array | np.ndarray
 class PositionBias:
     """Bias function of positions, and the query heads for which it is called.
 
-    function: The bias function as a pytree, with the types of the tree nodes.
-    heads: Indices of the query heads; on a mesh, only those of the device.
+    function: The bias function, stored as a pytree together with the types of its nodes.
+    heads: Indices of the query heads; on a mesh, only the indices of the heads on the device.
     """
 
     function: TreeWithTypes[Function]
@@ -46,7 +46,10 @@ class PositionBias:
     def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias for each token position and cell position, for H heads or 1 head."""
+        """Return the bias `[P, H, T, N]` for token positions `at` and cell positions `position`.
+
+        The size of axis 1 is 1 if the function returns one bias for all heads.
+        """
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])
@@ -58,11 +61,13 @@ BiasOfLists = jax.Array | PositionBias
 
 
 def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
-    """Check the bias of a caller; return an array `[R, T, H or 1, N]`, a `PositionBias` or None.
+    """Check the bias that a caller passed, and convert it for attention.
 
-    The argument `shape` is (R, T, H, N). Raises a TypeError unless the bias is an array of floats,
-    or a function that returns one. Raises a TypeError if the function closes over traced arrays
-    that are not its leaves. Raises a ValueError if the bias does not broadcast to the shape.
+    Returns an array `[R, T, H or 1, N]` for an array, a `PositionBias` for a function, and None for
+    None. The argument `shape` is (R, T, H, N). Raises a TypeError unless the bias is an array of
+    floats, or a function that returns an array of floats. Raises a TypeError if the function closes
+    over traced arrays; such arrays must be leaves of the function (see `Function`). Raises a
+    ValueError if the bias does not broadcast to the shape.
     """
     if bias is None:
         return None

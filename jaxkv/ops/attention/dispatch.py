@@ -74,7 +74,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Attend by "whole" or "tiles", depending on the shapes, where no kernel runs."""
+    """Run the implementation "whole" or "tiles", chosen from the shapes of the arguments."""
     # The overhead of a loop with a data-dependent length is larger than the time to read hidden
     # cells. All cells are therefore read at once, unless logits need more bytes than keys and
     # values (as for a prompt), or more than `MAX_LOGIT_BYTES`. Logits of a single token are never
@@ -148,7 +148,10 @@ def best_for_cuda(
 
 
 def _is_hopper() -> bool:
-    """Return whether the abstract device matches `HOPPER`; if none is set, all local GPUs."""
+    """Return whether the abstract device is named in `HOPPER`.
+
+    If no abstract device is set, return whether all local GPUs are named in `HOPPER`.
+    """
     target = jax.sharding.get_abstract_mesh().abstract_device
     try:
         devices = jax.local_devices(backend="cuda") if target is None else [target]
@@ -173,7 +176,7 @@ def tpu_kernel(
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return a function that calls the implementation for the platform of the program."""
+    """Return a function that runs the implementation for the platform of the compiled program."""
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
@@ -185,7 +188,7 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Make an implementation with derivatives and `vmap` from a function for each platform."""
+    """Combine one function for each platform; the result supports derivatives and `vmap`."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
@@ -226,7 +229,10 @@ def attend(
     options: AttentionOptions,
     implementation: Implementation | None = None,
 ) -> Float[Array, "P T H Dv"]:
-    """Attend from lists of tokens to their streams, for tests and benchmarks; see `AttentionFn`."""
+    """Attend from each list of tokens to the stream of the list, in tests and benchmarks.
+
+    For the arguments see `AttentionFn`.
+    """
     return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
 
@@ -238,7 +244,7 @@ def partial_attention(
     options: AttentionOptions,
     implementation: Implementation | None,
 ) -> OnlineSoftmax:
-    """Return the partial softmax of `attend`, over all cells and without sinks."""
+    """Return the partial softmax over all cells, without sinks; for arguments see `AttentionFn`."""
     # If values are slices of the keys, whole keys are weighted, so that no slice is copied.
     if isinstance(v, ValueSlice):
         sums = partial_attention(q, k, k, visibility, options, implementation)
@@ -261,7 +267,7 @@ def partial_attention(
 def finalize(
     sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: AttentionOptions
 ) -> Float[Array, "P T H Dv"]:
-    """Add sinks, and return the normalised outputs in the dtype of the queries."""
+    """Add sinks to a partial softmax, and return the outputs in the dtype of the queries."""
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 

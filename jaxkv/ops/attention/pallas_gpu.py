@@ -52,7 +52,7 @@ class KernelTiling(NamedTuple):
     cells: Number of cells of a tile, C.
     programs: Number of programs that share the tiles of a block of tokens, J.
     warps: Number of warps of a program.
-    stages: Number of tiles that are fetched or computed at once.
+    stages: Number of tiles that a program fetches or computes at the same time.
     """
 
     queries: int
@@ -109,7 +109,7 @@ def partial_attention(
     cut: KernelTiling | None = None,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to the cells of active tiles; raise a ValueError unless `can_attend`."""
+    """Attend to the cells of active tiles; raise a ValueError if `can_attend` returns False."""
     if not can_attend(q, k, v, visibility):
         raise ValueError(
             f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, heads of at most "
@@ -219,8 +219,9 @@ def _kernel(
     layers: int,
     interpret: bool,
 ) -> None:
-    """Attend from a block of tokens to the active tiles of one of J programs, for one key head.
+    """Attend from a block of tokens to the active tiles of this program, for one key head.
 
+    The active tiles of a block are divided among J programs.
     Shapes: `[P * b, X, 4]` for `query_bounds`, `[P * b, K, X, D]` for `q`, `[S * L, K, N, ...]` for
     `k` and `v`, and `[J, P * b, K, X, ...]` for outputs.
     """
@@ -248,7 +249,10 @@ def _kernel(
         def load_tile(
             x: Ref, number: jax.Array, inside: jax.Array
         ) -> tuple[jax.Array, jax.Array | None]:
-            """Return numbers or codes `[C, n]`, and scales `[1, C]` or None."""
+            """Return the numbers or quantised codes of a tile, `[C, n]`, and scales, `[1, C]`.
+
+            The scales are None if the tile is not quantised.
+            """
             numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
             found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
@@ -310,7 +314,7 @@ def _merge_programs(
 
 
 def _pad_to_power_of_two(count: int) -> int:
-    """Round up to a power of two, at least 16, the smallest dimension of matrix units."""
+    """Round up to a power of two, at least 16. Matrix units require dimensions of at least 16."""
     return max(16, 1 << (count - 1).bit_length())
 
 
@@ -328,7 +332,7 @@ def _load(
 def _tile_bounds_mask(
     in_cells: jax.Array | None, inside: jax.Array, count: int
 ) -> jax.Array | None:
-    """Return a mask of the elements of a tile that are in the array; None if all are."""
+    """Return which elements of a tile are inside the array; None if all elements are inside."""
     if in_cells is None and inside.size == count:
         return None
     every = jnp.ones((1, 1), bool) if in_cells is None else in_cells[:, None]

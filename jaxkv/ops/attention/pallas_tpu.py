@@ -1,8 +1,8 @@
 """Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
-A line of memory has 128 lanes. If the head size is a multiple of 128, the lanes are dimensions of
-one cell. Otherwise they are neighbouring cells. M is the number of pairs of a block of tokens and a
-tile.
+A line of memory has 128 lanes. If the head size is a multiple of 128, the lanes of a line store 128
+dimensions of one cell. Otherwise, the lanes of a line store one dimension of 128 neighbouring
+cells. M is the number of pairs of a block of tokens and a tile.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def partial_attention(
     *,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to the cells of active tiles; raise a ValueError unless `can_attend`."""
+    """Attend to the cells of active tiles; raise a ValueError if `can_attend` returns False."""
     if not can_attend(q, k, v, visibility):
         raise ValueError(
             f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, at most {PAIRS} "
@@ -189,11 +189,12 @@ def _kernel(
     tiles: int,
     in_lanes: tuple[bool, bool],
 ) -> None:
-    """Add a tile to the partial softmax of a block; the sums stay in fast memory for all tiles.
+    """Add a tile to the partial softmax of a block of tokens, for h key heads at once.
 
-    Shapes: `[1, 1, C]` for `position`, `[1, W, C]` for `owners`, `[1, X, 4]` for `query_bounds`.
-    For h heads at once: `[1, h, X, D]` for `q`, `[1, h, 1, C]` for scales, `[1, h, X, ...]` for
-    outputs, and `[1, h, C, ...]` for `k` and `v`, or `[1, h, ..., C]` if lanes are cells.
+    The partial softmax stays in fast memory until all active tiles of the block are added.
+    Shapes: `[1, 1, C]` for `position`, `[1, W, C]` for `owners`, `[1, X, 4]` for `query_bounds`,
+    `[1, h, X, D]` for `q`, `[1, h, 1, C]` for scales, and `[1, h, X, ...]` for outputs. The shape
+    of `k` and `v` is `[1, h, C, ...]`, or `[1, h, ..., C]` if lanes store cells.
     """
     i = pl.program_id(1)
     block, tile = _split_pair_number(pairs[i], tiles)
@@ -256,12 +257,12 @@ def _max_tokens_per_block(queries: int) -> int:
 
 
 def _has_cells_in_lanes(x: Stored) -> bool:
-    """Return whether the lanes of a line of memory are neighbouring cells, not dimensions."""
+    """Return whether the lanes of a line of memory store cells (True) or dimensions (False)."""
     return x.shape[3] % LANES != 0
 
 
 def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return buffers in HBM, transposed to `[S, K, D, N]` if `_has_cells_in_lanes`."""
+    """Place an array in HBM; transpose it to `[S, K, D, N]` if lanes store cells."""
     # Without the constraint, the compiler would copy small buffers to fast memory before each
     # access.
     x = x.swapaxes(2, 3) if _has_cells_in_lanes(x) else x

@@ -1,6 +1,7 @@
 """Partial (online) softmax over some cells; partial softmaxes over different cells can be merged.
 
-Arrays are packed: the T tokens and the G query heads of a key head are one axis of X queries.
+Arrays are packed: for each key head, the T tokens and the G query heads form one axis of X = G * T
+queries.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class AttentionOptions:
     """Options of a model's attention.
 
-    scale: Factor that multiplies the products of queries and keys; None for 1 / sqrt(D). Static.
-    softcap: c in c * tanh(x / c), applied to scaled products x; None for no softcap. Static.
+    scale: Factor that multiplies the products of queries and keys. If None, the factor is
+      1 / sqrt(D). Static.
+    softcap: Bound c: each scaled product x becomes c * tanh(x / c). If None, there is no bound.
+      Static.
     sinks: Additional logit of each query head, without a value.
     """
 
@@ -40,7 +43,7 @@ class AttentionOptions:
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
 
     def cap_logits(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
-        """Return logits bounded by the softcap, or unchanged logits without a softcap."""
+        """Return logits bounded by the softcap; if `softcap` is None, return them unchanged."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -57,7 +60,9 @@ def make_options(
 
 
 class OnlineSoftmax(NamedTuple):
-    """Partial softmax over some cells, for queries from `group_queries`, in `softmax_dtype`.
+    """Partial softmax over some cells, for queries that `group_queries` packed.
+
+    The dtype of all fields is that of `softmax_dtype`.
 
     max_logit: Highest logit of each query; LOWEST if no cell is visible.
     denom: Sum of exp(logit - max_logit).
@@ -89,7 +94,10 @@ def mask_logits(
     mask: Bool[Array, "*#n C"],
     bias: Float[Array, "*#n #C"] | None = None,
 ) -> Float[Array, "*#n C"]:
-    """Add a bias; hidden cells get the logit LOWEST, and other cells at least LOWEST / 2."""
+    """Add a bias, and set the logits of hidden cells to LOWEST.
+
+    A bias of -inf hides a cell. Logits of visible cells below LOWEST / 2 become LOWEST / 2.
+    """
     # A visible NaN is kept.
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
@@ -97,19 +105,19 @@ def mask_logits(
 
 
 def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
-    """Replace the partial softmax of tokens without visible cells by `empty_softmax`."""
+    """Set the partial softmax to `empty_softmax` for tokens without visible cells."""
     # For these tokens, `sums` includes hidden cells, or is undefined if a kernel skipped the token.
     # For other tokens, the high logit of a visible cell removes the contribution of hidden cells.
     return _reset_unseen(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
 
 
 def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
-    """Replace the partial softmax of queries whose bias hides all cells by `empty_softmax`."""
+    """Set the partial softmax to `empty_softmax` for queries whose bias hides all cells."""
     return _reset_unseen(sums, sums.max_logit != LOWEST)
 
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Empty the partial softmax of queries that are False in `sees`, `[P, K or 1, X]`."""
+    """Set the partial softmax to `empty_softmax` where `sees`, `[P, K or 1, X]`, is False."""
     return OnlineSoftmax(
         jnp.where(sees, sums.max_logit, LOWEST),
         jnp.where(sees, sums.denom, 0.0),
@@ -157,12 +165,12 @@ def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | Non
 
 
 def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
-    """Divide the weighted values by the denominators; return zeros if no cell is visible."""
+    """Divide the weighted values by the denominators; return zeros where no cell is visible."""
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
 
 
 def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:
-    """Pack G query heads of each key head and T tokens into an axis of X = G * T queries."""
+    """For each key head, pack its G query heads and the T tokens into one axis X of size G * T."""
     lists, tokens, _, size = q.shape
     return (
         q.reshape(lists, tokens, kv_heads, -1, size)

@@ -45,7 +45,7 @@ def with_derivatives_of(
 
 
 def fold_vmap(implementation: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return an implementation in which a `vmap` over caches runs as one cache with all streams."""
+    """Return an implementation for which `vmap` over caches merges all streams into one cache."""
     # Otherwise a `cond` would compute both branches, and a loop would run for all caches until the
     # longest loop ends.
 

@@ -24,21 +24,23 @@ Tree = TypeVar("Tree")
 class Visibility:
     """Inputs of the mask: the cells of S streams, and P lists of T tokens.
 
-    A token attends to cells of the token's sequence, at positions in the window up to the token.
+    A token attends to those cells of the token's sequence whose positions are allowed by `window`,
+    `causal` and `visible_until`.
 
     position: Position of each cell.
     owners: For each cell, a bit mask of the sequences that own the cell.
     streams: Stream of each list of tokens.
     at: Position of each token.
-    word: Index of the word (axis 1 of `owners`) with the bit of each token's sequence.
+    word: Index of the word (axis 1 of `owners`) that contains the bit of each token's sequence.
     bit: Word in which the bit of the token's sequence is set; 0 for padding, which attends to no
       cell.
-    window: Window of attention, static.
-    causal: False if tokens attend to later tokens too, static.
-    all_streams: Whether list p has stream p for each of the S streams, static.
-    visible_until: Last position that each token attends to; None for the token's own position.
-    bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
-    tile: Number of cells of a tile of `jaxkv.kv.tiles`, static; None for no tiles.
+    window: Window of attention; None if the layer has no window. Static.
+    causal: False if tokens also attend to later positions. Static.
+    all_streams: True if P is S and list p attends to stream p, for all p. Static.
+    visible_until: Last position that each token attends to; `causal` is then ignored. If None,
+      `causal` determines the last position.
+    bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None if there is no bias.
+    tile: Number of cells of a tile of `jaxkv.kv.tiles`; None if streams have no tiles. Static.
     """
 
     position: Int32[Array, "S N"]
@@ -79,7 +81,7 @@ class Visibility:
         )
 
     def gather_list_streams(self, x: PyTree) -> PyTree:
-        """Return arrays `[P, ...]` with the entry of each list's stream in arrays `[S, ...]`."""
+        """Return `x[self.streams]`, `[P, ...]`, for each array `[S, ...]` of the pytree `x`."""
         return gather_streams(x, None if self.all_streams else self.streams)
 
 
@@ -105,7 +107,7 @@ def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
 def compute_bias(
     visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
 ) -> Float[Array, "P _ T N"] | None:
-    """Return the bias of each token and cell, for H heads or 1 head; None without a bias."""
+    """Return the bias of each token and cell, `[P, H or 1, T, N]`; None if there is no bias."""
     # With a mask `seen`, hidden cells get the position of the token, so that derivatives of a bias
     # function are finite.
     if not isinstance(visibility.bias, PositionBias):
@@ -127,7 +129,7 @@ class QueryBounds(NamedTuple):
 
     first: First position that the query attends to.
     last: Last position that the query attends to.
-    word: Index of the word (axis 1 of `owners`) with the bit of the query's sequence.
+    word: Index of the word (axis 1 of `owners`) that contains the bit of the query's sequence.
     bit: Word in which the bit of the query's sequence is set; 0 for padding.
     """
 

@@ -43,7 +43,7 @@ def attend_differentiably(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Compute `attend_by_mask` with derivatives that hidden cells do not affect."""
+    """Compute `attend_by_mask`; hidden keys and values do not affect the derivatives."""
     # Derivatives multiply hidden keys and values by zeros, and NaN times zero is NaN. Cells that
     # are hidden from all tokens of a list are therefore set to zero, in a copy.
     seen = jnp.any(mask, axis=1)[:, None, :, None]
@@ -59,7 +59,7 @@ def attend_by_mask(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Attend from list p of tokens to the keys and values at index p; values are finite."""
+    """Attend from list p of tokens to the keys and values at index p; values must be finite."""
     q = group_queries(options.scale_queries(q), k.shape[1])
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
@@ -78,7 +78,7 @@ def add_cells(
 ) -> OnlineSoftmax:
     """Add cells `[P, K, C, ...]` to a partial softmax; call `zero_unseen` after the last cells.
 
-    The queries are packed and scaled, and the values are finite.
+    The queries must be packed and scaled, and the values must be finite.
     """
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))

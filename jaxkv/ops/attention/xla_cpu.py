@@ -65,7 +65,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Read tiles if few are active or lists have many tokens; else read all cells at once."""
+    """Read only active tiles if these are few, or if lists are long; otherwise read all cells."""
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return attend_by_tiles(q, k, v, visibility, options)
     if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
@@ -136,7 +136,7 @@ def attend_packed(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None,
 ) -> OnlineSoftmax:
-    """Attend to all cells, for packed and scaled queries; callers must call `zero_unseen`."""
+    """Attend from packed and scaled queries to all cells; callers must then call `zero_unseen`."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     # The compiler fuses maximum, difference and exponential into one fast function, unless another
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
@@ -166,7 +166,7 @@ def add_cells(
 def _masked_logits(
     q: jax.Array, k: jax.Array, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
 ) -> jax.Array:
-    """Return masked logits `[P, K, J, G, T, C]` of `q`, `[P, K, X, D]`, and `k`, `[P, K, N, D]`."""
+    """Return masked logits `[P, K, J, G, T, C]`; `q` is `[P, K, X, D]`, `k` is `[P, K, N, D]`."""
     k = _split_cells(k, q.shape[2])
     lists, tokens, _ = mask.shape
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
@@ -188,7 +188,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return True if the compiler converts cells to float32; tiles are then read one by one."""
+    """Return whether the compiler converts cells to float32; if True, tiles are read singly."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
     return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
@@ -225,7 +225,7 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
-    """Return whether `_terms_for` uses bfloat16 for an array of this dtype with `rows` rows."""
+    """Return whether `_terms_for` returns bfloat16, if its `x` has this dtype and row count."""
     dtypes = jnp.float32, jnp.bfloat16
     return (
         CAN_SPLIT_FACTORS
@@ -236,7 +236,7 @@ def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
 
 
 def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
-    """Return one or two terms whose sum is `x`, in bfloat16 if `_has_terms` is True."""
+    """Return one or two arrays whose sum is `x`; they are bfloat16 if `_has_terms` is True."""
     # The compiler multiplies two bfloat16 arrays without a conversion, unless one has a single row.
     if not _has_terms(cells, x.dtype, x.shape[-2]):
         return [x]

@@ -56,7 +56,7 @@ def attend_in_blocks(
     *,
     convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
-    """Attend from each block of tokens to its active tiles; `add_cells` adds a tile."""
+    """Attend from each block of tokens to its active tiles; call `add_cells` for each tile."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
@@ -79,10 +79,10 @@ def add_tiles_one_by_one(
     *,
     convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
-    """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
+    """Add the active tiles to a partial softmax; callers must then call `zero_unseen`.
 
-    The queries `q` are packed and scaled. With `convert_in_loop`, each tile is converted in the
-    loop.
+    The queries `q` must be packed and scaled. If `convert_in_loop` is True, the compiler converts
+    the dtype of each tile in the loop, instead of the dtype of all cells before the loop.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

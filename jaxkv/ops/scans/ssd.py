@@ -37,8 +37,8 @@ def scan_ssd(
       b: projection of the input into the state. G, the number of groups of heads, divides H.
       c: projection of the state to the output.
       state: state before the first token of each row.
-      counts: number of tokens of the row before each returned state. Each count of a row
-        equals the count before it, or is larger by 1 (see `Ubatch.state_write_steps`).
+      counts: number of tokens of the row after which each returned state is taken. Each count of a
+        row equals the count before it, or is larger by 1 (see `Ubatch.state_write_steps`).
       chunk: number of tokens of a chunk.
 
     Returns:
@@ -106,7 +106,7 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the states after `counts[:, i]` tokens; `state` is the state after `counts[:, 0]`."""
+    """Return, for each i, the state after `counts[:, i]` tokens; for i = 0 this is `state`."""
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, advances = turn
