@@ -31,15 +31,17 @@ if TYPE_CHECKING:
 class PlanBuilder:
     """A plan in progress.
 
-    table: Table with the ubatches placed so far.
-    batch: Flat batch with all positions and outputs.
-    reason: Reason of each sequence before slots are chosen.
-    final_reason: Reason of each sequence after slots are chosen.
+    table: Table after the ubatches whose slots are chosen so far.
+    batch: Flat batch, in which default positions and outputs are filled in.
+    reason: `Reason` of each sequence, from the checks before slots are chosen.
+    final_reason: `Reason` of each sequence, including faults found when slots are chosen.
     expected: See `Plan`.
     actual: See `Plan`.
     demand: Number of cells that each sequence requires.
-    available: Number of cells that each sequence can get.
-    fits_in_one_run: Whether each sequence fits for certain, if the refused sequences are omitted.
+    available: Number of free cells in the stream of each sequence, after all sequences that fit
+      are placed.
+    fits_in_one_run: Whether each sequence fits. With contiguous placement, only the longest run of
+      free cells is counted (see `Admission`).
     """
 
     table: CacheTable
@@ -106,7 +108,11 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """By default, positions continue each sequence, and its last token has an output."""
+    """Fill in the default positions and outputs of a batch.
+
+    Default positions continue each sequence. By default, only the last token of each sequence has
+    an output.
+    """
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -188,7 +194,10 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
 def token_sequence_pairs(
     batch: Batch,
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Bool[ArrayLike, "*M"]]]:
-    """Return the sequence id of each pair of a token and a sequence, and which are not padding."""
+    """Return the sequence id of each pair of a token and a sequence, and a flag for each pair.
+
+    The flag is False if the pair is padding.
+    """
     if batch.shared_with is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
@@ -223,7 +232,11 @@ def find_diverged_pairs(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return which sequences of a token have other cells or earlier tokens than the first."""
+    """Return whether each sequence of a token has diverged from the first sequence of the token.
+
+    Two sequences have diverged if the batch has different previous tokens for them. If the batch
+    has no previous token for either, they have diverged unless they own the same cells.
+    """
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0
@@ -245,9 +258,10 @@ def find_diverged_pairs(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest id of the group of each sequence, and the cells that each group requires.
+    """Return the lowest id in the group of each sequence, and the number of cells of each group.
 
-    Sequences that share a first token are a group. The lowest id gets all cells of the group.
+    Sequences with the same first token in the batch are a group. The second array has the number of
+    cells that a group requires at the lowest id of the group, and 0 at the other ids.
     """
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]

@@ -1,6 +1,7 @@
 """Layout of a batch in ubatches: index arrays `[R, T]` of batch indices, NO_SLOT for padding.
 
-Tokens of a sequence stay in order. A shared token is placed with the lowest of its sequences.
+Tokens of a sequence stay in order. A token of several sequences is in the row of the sequence with
+the lowest id.
 """
 
 from __future__ import annotations
@@ -116,7 +117,10 @@ def _lay_out_concrete_batch(
 
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
-    """Return False for eviction or contiguous placement: required cells depend on the cut."""
+    """Return whether a batch requires equally many cells for any division into ubatches.
+
+    The result is False for caches that evict cells, and for contiguous placement.
+    """
     details = dict(spec.details)
     evicts = details.get("window") is not None and spec.ubatch_size is None
     contiguous = details.get("placement") == "contiguous"
@@ -165,7 +169,10 @@ def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """Add rows of padding up to a power of two, at most Q rows, so that few shapes are compiled."""
+    """Add rows of padding up to a power of two, so that few shapes are compiled.
+
+    If each row must have tokens of only one sequence, no padding is added beyond Q rows.
+    """
     num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
         num_rows = max(min(num_rows, spec.sequences), len(part))
@@ -206,7 +213,10 @@ def rank_in_sequence(
 
 
 def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return, for token i, the index of the previous token of `sequences[i]`; -1 for none.
+    """Return, for token i, the index of the previous token that belongs to `sequences[i]`.
+
+    The result is -1 if there is no such token. Token i belongs to `sequences[i]` and to the
+    sequences in `others[i]` that are not negative.
 
     >>> preceding_tokens(np.array([2, 0, 0, 1]), np.array([[-1], [1], [-1], [-1]]))
     array([-1, -1,  1,  1], dtype=int32)
@@ -219,7 +229,10 @@ def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def gather_rows(batch: Batch, index: jax.Array) -> Batch:
-    """Arrange tokens of a flat batch in rows by batch indices `[R, T]`; NO_SLOT gives padding."""
+    """Arrange the tokens of a flat batch in rows: `index` has the batch index of each token.
+
+    An element NO_SLOT of `index`, `[R, T]`, means padding.
+    """
 
     def gather_field(field: jax.Array) -> jax.Array:
         return field[jnp.minimum(index, field.shape[0] - 1)]
@@ -283,10 +296,11 @@ def equal_split(
 ) -> list[np.ndarray]:
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
-    A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Each row
-    takes as many tokens as the sequence with the fewest remaining tokens, at most `ubatch_size` //
-    R. The argument `after` is the result of `preceding_tokens`. If `after` is given, a ubatch omits
-    sequences whose next token follows a token of a later ubatch. llama.cpp: `split_equal`.
+    A ubatch has at most `ubatch_size` sequences: those whose next tokens come first in the batch.
+    The length of all rows is the smallest number of remaining tokens of these sequences, but at
+    most `ubatch_size` // R. The argument `after` is the result of `preceding_tokens`. If `after` is
+    given, a ubatch omits a sequence if the token before the sequence's next token is in a later
+    ubatch. llama.cpp: `split_equal`.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]

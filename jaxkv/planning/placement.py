@@ -94,7 +94,12 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Order rows by sequence. Also return which sequences share a row, or have several rows."""
+    """Order rows by sequence id; return which sequences have `Reason.MIXED_ROW`, `[Q]` bool.
+
+    A sequence has this reason if it shares a row with a sequence of a higher id, or if it has the
+    highest id in several rows. If the cache allows rows with tokens of several sequences, rows are
+    neither ordered nor checked. Otherwise, rows are checked, but are ordered only if R is Q.
+    """
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:
@@ -165,7 +170,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], row_is_sequence: bool
 ) -> UInt32[Array, " R"]:
-    """Return a hash of the stream of each row, combined over the parts of a hybrid cache."""
+    """Return a hash of the stream of each row; for a hybrid cache, the sum over its parts."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, row_is_sequence) for digest in leaves]

@@ -55,20 +55,22 @@ def init_batch(
 
     Args:
       cache: any cache.
-      batch: the batch, from `make_batch`. A traced batch must fit into one ubatch or have rows.
+      batch: the batch, from `make_batch`. A traced batch must have rows `[R, T]`, or at most
+        `ubatch_size` tokens.
       ubatch_size: largest number of tokens computed at once; by default the `ubatch_size` of the
         cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
         few shapes are compiled. Ignored with `encoder`.
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" for a
         cache of one stream without recurrent layers. For other caches, the default is one ubatch
-        with a row for each sequence if this needs little padding and no more cells than "equal";
-        otherwise the default is "equal".
+        with a row for each sequence, if this ubatch needs little padding and requires no more cells
+        than the ubatches of "equal". Otherwise the default is "equal".
       encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads.
         The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch
         becomes one ubatch of any length. The ubatch has a row for each sequence; the rows of a
         traced batch are unchanged. Positions start at 0. After `apply`, write the keys and values
-        of each cross-attention layer with `write_kv`, or call `encode` instead of `init_batch`.
+        of each cross-attention layer with `write_kv`. The function `encode` calls `init_batch`,
+        `apply` and an encoder.
 
     Returns:
       A `Plan`: the tuple `ubatches`, `ok` `[]` bool, `reason` `[Q]` int32 (a `Reason` for each
@@ -78,15 +80,17 @@ def init_batch(
       placed one after the other: fewest new tokens first, then lowest id first.
 
     Raises:
-      TypeError: If `batch` is not a `Batch`, `ubatch_size` is not an integer, or `encoder` is True
-        without cross-attention layers.
+      TypeError: If `batch` is not a `Batch`, or `ubatch_size` is not an integer.
+      TypeError: If `encoder` is True, and the cache has no cross-attention layers.
       ValueError: If a concrete sequence id is not from 0 to Q - 1, or no token is valid.
-      ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
-        requires a row for each sequence.
+      ValueError: If a traced batch without rows has more than `ubatch_size` tokens.
+      ValueError: If a traced batch has no rows, and the cache has several streams or recurrent
+        layers.
       ValueError: If `ubatch_size` is below 1 or exceeds the `ubatch_size` of the cache.
       ValueError: If `split_by` is unknown.
       ValueError: If `encoder` is True and the batch has positions.
-      ValueError: If a token of a source or of a recurrent cache belongs to several sequences.
+      ValueError: If a token belongs to several sequences, and `encoder` is True or the cache has
+        recurrent layers.
 
     Examples:
       The batch does not fit into four cells, but the shorter prompt does:
@@ -132,20 +136,21 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     Args:
       cache: any cache, or its shapes.
       ubatch_size: largest number of tokens computed at once, see `init_batch`.
-      outputs: largest number of tokens of a ubatch that output logits; default: number of
+      outputs: largest number of tokens with logits in a ubatch; by default the number of
         sequences.
 
     Returns:
-      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. Tokens are `[1, ubatch_size]`.
-      With several streams or recurrent states, each row has one of the Q sequences of the cache,
-      and the tokens are `[Q, max(ubatch_size // Q, 1)]`. The plan does not depend on the number of
-      free cells. `Ubatch.outputs` has as many elements as the argument `outputs`, rounded up to a
-      power of two, at least 8 and at most the number of tokens.
+      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. The shape of the tokens is
+      `[1, ubatch_size]`. If the cache has several streams or recurrent states, the ubatch has a row
+      for each of the Q sequences, and the shape of the tokens is `[Q, max(ubatch_size // Q, 1)]`.
+      The plan does not depend on the number of free cells. The number of elements of
+      `Ubatch.outputs` is the argument `outputs`, rounded up to a power of two. This number is at
+      least 8, but at most the number of tokens.
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.
-      ValueError: If an argument is below 1, or `ubatch_size` exceeds the number of tokens for which
-        the cells of a window were made.
+      ValueError: If an argument is below 1, or `ubatch_size` exceeds the `ubatch_size` of the
+        cache.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
@@ -195,7 +200,10 @@ def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
 
 @jit_table
 def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Call `mask_slots`; the argument `table` only determines the mesh."""
+    """If `ok` is False, replace all slots of a ubatch by indices past the last cell.
+
+    The argument `table` only determines the mesh.
+    """
     del table
     return mask_slots(ok, ubatch)
 
@@ -217,8 +225,8 @@ def plan_step(
       A plan of one ubatch, `plan.ubatch`. The ubatch has an output for each element of the
       argument `tokens`, in the same order, so logits can be reshaped to `[Z, V]` or `[Z, n, V]`. If
       `ok` `[]` bool is False, the plan has no effect. The array `reason` `[Q]` int32 has a `Reason`
-      for each sequence id of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. A sequence that
-      would fit has OK.
+      for each sequence id of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. If the plan is
+      refused because of other sequences, a sequence that fits has OK.
 
     Raises:
       TypeError: If tokens or ids are not integers, or `active` is not bool (or concrete 0 and 1).
@@ -307,7 +315,7 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `layout.rank_in_sequence` for rows that belong to different sequences."""
+    """Return the results of `layout.rank_in_sequence`, if no two rows have the same sequence."""
     # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid

@@ -39,7 +39,7 @@ def read_layer_states(
     ubatch: Ubatch,
     arrays: dict[str, Shaped[Array, "S N ..."]],
 ) -> dict[str, Shaped[Array, "R ..."]]:
-    """Return a layer's states before the first token of each row, by state name."""
+    """Return a layer's states before the first token of each row; keys are state names."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def read_on_shard(
@@ -155,7 +155,7 @@ def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) 
 
 
 def _unreadable_value(dtype: jnp.dtype) -> float | int:
-    """Return the value of a state that cannot be read: NaN, the lowest integer, or False."""
+    """Return the value of an unreadable state: NaN, the lowest integer, or False for bool."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False

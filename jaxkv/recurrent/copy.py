@@ -36,7 +36,7 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[T, Buffers | None]:
-    """Replace the states of each target by the states of `src` up to the end of a range.
+    """Replace the states of each target by those states of `src` that precede the end of a range.
 
     Targets in the stream of `src` share the cells of `src`. Targets in other streams get copies,
     which require `buffers`. If `src` has no token in the range, targets in the stream of `src` are
@@ -94,7 +94,7 @@ def seq_select(
 def _assign_states(
     source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
-    """Give targets the (position, cell) pairs of `src`; copy states between streams."""
+    """Assign the (position, cell) pairs of `src` to targets; copy states to other streams."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
         states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
@@ -109,7 +109,10 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy states in `cell` to other streams; return table, buffers and the cells of targets."""
+    """Copy the states of `src`, in cells `cell`, to those targets that are in other streams.
+
+    Returns the table, the buffers, and the cells of all targets.
+    """
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))

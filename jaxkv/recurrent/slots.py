@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class StateSlots:
     """Cell indices for the states of a ubatch; an index past the last cell means no state.
 
-    source: Cell index of the state before each row.
+    source: Cell index of the state before the first token of each row.
     cells: Cell indices of the states after the last tokens of each row, oldest state first.
     source_hash: The hash of each source cell when the plan was made.
     """
@@ -50,7 +50,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
-    """Return a cell for each new state: empty cells first, then cells of freed states."""
+    """Return a cell for each new state: empty cells first, then the cells of freed states."""
     steps = _num_new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not freed
     is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
@@ -120,7 +120,10 @@ def can_read_source(
 def writable_cells(
     states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch
 ) -> Int32[Array, "R pairs"]:
-    """Return the cells that a layer has not written yet; other indices are past the last cell."""
+    """Return the cell index of each new state that a layer has not written yet.
+
+    Other indices are past the last cell, also those of rows whose stream was edited after `apply`.
+    """
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = layer_hash.at[where].get(mode="fill", fill_value=0)
@@ -139,7 +142,7 @@ def layer_hash_after(
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
-    """Return the number of new states of each sequence; rows not in the mask `placed` have none."""
+    """Return the number of new states of each sequence; rows with `placed` False do not count."""
     count = jnp.sum(
         ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
     )

@@ -35,9 +35,10 @@ class States:
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the state in each cell: the hash of the last token (`jaxkv.core.hashing`).
-    content: Sum of the hashes of all tokens in the state of each cell, at positions before shifts.
+    content: Sum of the hashes of all tokens in the state of each cell. The hash of a token includes
+      the token's position before any shift.
     layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
-    sharding_rules: Mesh axes that split the cache; None on one device. Static.
+    sharding_rules: Mesh axes that split the cache; None if the cache is not on a mesh. Static.
     shard_dims: Static. A tuple (name, dimension, n) for each state that a mesh may split; the
       dimension consists of n equal blocks.
     """
@@ -72,7 +73,7 @@ class States:
 
     @property
     def num_earlier_states(self) -> int:
-        """Number of stored states before the current state of a sequence, E."""
+        """Largest number of stored states before the current state of a sequence, E."""
         return self.position.shape[1] - 1
 
     @property
@@ -129,7 +130,10 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
 ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-    """Return the content of each current state (0 if none), and whether it equals `contents`."""
+    """Return `content` of each sequence's current state, and whether it equals `contents`.
+
+    The content of an empty sequence is 0.
+    """
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -166,7 +170,7 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of sequences; tokens are never missing, and shifts are never pending."""
+    """Return the status of sequences; `missing` and `pending` are always False."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
@@ -182,11 +186,12 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
-    """Remove a range of a sequence, or of all sequences if `seq` is -1; return whether it worked.
+    """Remove a range of a sequence, or of all sequences if `seq` is -1; also return `ok`.
 
     A range without tokens has no effect. A range from 0 to the last token empties the sequence. A
     range from `start` to the last token requires a stored state at `start` - 1, which becomes the
-    current state. Other ranges are refused. A refusal for one sequence changes no sequence.
+    current state. For other ranges, `ok` is False. If `ok` is False because of one sequence, the
+    states of all sequences are unchanged.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -226,9 +231,10 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[T, Bool[Array, ""]]:
-    """Add `delta` to the positions of a range of a sequence; a shared cell changes for all owners.
+    """Add `delta` to the positions of a range of a sequence.
 
-    If a position would reach END or become negative, the table is unchanged and `ok` is False. An
+    If sequences share the cell of a state, the position of the state changes for all of them. If a
+    position would reach END or become negative, the table is unchanged and `ok` is False. An
     earlier state is dropped if a later state ends up at the same or a lower position.
     """
     del gap  # used with windows only
@@ -282,7 +288,10 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Set positions where `moves` is True; then remove pairs out of order or with `drop` True."""
+    """Set positions where `moves` is True, then remove the pairs that are True in `drop`.
+
+    Also remove a pair if a later pair of the sequence has the same or a lower position.
+    """
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
@@ -291,7 +300,11 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return `old` with the hashes of `states`, and whether used cells of `old` are unchanged."""
+    """Return the table `old` with the `cell_hash` and `layer_hash` of `states`.
+
+    The second result is True if these hashes are equal in `old` and `states` for all cells that
+    `old` uses.
+    """
     same = jnp.all(states.layer_hash == old.layer_hash, axis=0) & (
         states.cell_hash == old.cell_hash
     )

@@ -64,7 +64,7 @@ class EmptyPlan(MaintenancePlan):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateTable(States, CacheTable):
-    """Table of a recurrent cache: the arrays of `States` with the methods of `CacheTable`."""
+    """Table of a recurrent cache; has the arrays of `States` and the methods of `CacheTable`."""
 
     stream_hash = states.stream_hash
     seq_pos_min = states.seq_pos_min
@@ -112,7 +112,7 @@ class StateTable(States, CacheTable):
         return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
-        """Return `PartitionSpec`s that split streams, and state dimensions in `shard_dims`."""
+        """Return `PartitionSpec`s that split streams and the state dimensions of `shard_dims`."""
         streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
             "streams"
         ]
@@ -133,7 +133,7 @@ class StateTable(States, CacheTable):
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return True for all sequences, since each sequence frees as many states as it gets."""
+        """Return True for all sequences, since each new state replaces a state of its sequence."""
         all_fit = demand >= 0
         return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 
@@ -172,7 +172,7 @@ class StateTable(States, CacheTable):
     def read_states(
         self, buffers: Buffers, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return a layer's states before each row, by state name."""
+        """Return a layer's states before the first token of each row; keys are state names."""
         self._check_layer(layer)
         return read_layer_states(self, self._hash_of_layer(layer), ubatch, buffers[layer])
 
@@ -222,7 +222,7 @@ class StateTable(States, CacheTable):
         return stack_unfused([self.layer_hash[layer], self.cell_hash], -1)[..., 0]
 
     def max_rollback(self, layer: int) -> int:
-        """Return the number of earlier states, E, which is equal for all layers."""
+        """Return the largest number of earlier states, E, which is equal for all layers."""
         self._check_layer(layer)
         return self.num_earlier_states
 

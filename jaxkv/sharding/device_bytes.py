@@ -33,7 +33,7 @@ class DeviceBytes:
     table: bytes of the table on each device.
     buffers: bytes of keys, values and states on each device.
     params: bytes of model parameters on each device; 0 if no parameters were passed.
-    sent: bytes that attention sends to each device in a step of one token for each sequence.
+    sent: bytes that attention sends to each device, in a step in which each sequence has one token.
     whole: messages about streams or heads that cannot be split as the rules require.
     uneven: messages about placements that store a short sequence on only some of the devices.
     """
@@ -89,8 +89,8 @@ def device_bytes(
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
       heads: number of query heads, for the field `sent`; default: the number of key/value heads.
-      params: model parameters, or their shapes, with shardings. An array without a sharding counts
-        fully on each device.
+      params: model parameters, or their shapes. If an array has a sharding, only its shard counts;
+        other arrays count fully on each device.
 
     Returns:
       A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers`, `params`, `sent`
@@ -103,8 +103,9 @@ def device_bytes(
       ValueError: If a mesh axis would split two dimensions, such as streams and heads.
       ValueError: If the argument `heads` is below 1 or not a multiple of the number of key/value
         heads.
-      TypeError: If the argument `heads` is not an integer, the mesh is not a mesh, or
-        `sharding_rules` are not `ShardingRules` of names.
+      TypeError: If the argument `heads` is not an integer, or the mesh is not a mesh.
+      TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
+        string.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -198,7 +199,7 @@ def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules)
 
 
 def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
-    """Return a message with a better placement if a short sequence would use only some devices."""
+    """If the placement fills the devices unevenly, return a message with a better placement."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     # Sources have no other placement, and a single cell is not split.
     is_fixed = part.table.spec.is_cross_attention or not isinstance(part.table, Cells)

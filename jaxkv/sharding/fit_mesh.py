@@ -25,30 +25,33 @@ def fit_mesh(
     *,
     surplus: Surplus = "cells",
 ) -> tuple[AnyMesh, ShardingRules]:
-    """Return a mesh and sharding rules that split heads over at most as many devices as heads.
+    """Return a mesh and rules that split the heads over no more devices than there are heads.
 
     Args:
       cache: cache, or its shapes from `jax.eval_shape`.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache; one axis must split the heads.
-      surplus: use of the remaining devices if there are more devices than heads. "cells": the n
-        devices of a head split the cells; `make_cache` raises unless the number of cells is a
-        multiple of n, and the placement `striped:n` fills the devices evenly. "replicate": the
-        devices of a head store copies of this head. "refuse": raise a ValueError.
+      surplus: use of the remaining devices if there are more devices than heads. "cells": the cells
+        of each head are split over n devices. `make_cache` then raises unless the number of cells
+        is a multiple of n. The placement `striped:n` fills these devices evenly. "replicate": n
+        devices store copies of the same head. "refuse": raise a ValueError.
 
     Returns:
-      The new mesh and rules. The mesh axis of heads becomes two axes. The size of the first is the
-      greatest common divisor of the size of the old axis and the numbers of heads of all layers
-      with several heads. The second is named "cells" or "copies"; the product of both sizes is the
-      size of the old axis. Mesh and rules are unchanged if the second axis would have one device,
-      or if no layer has several heads. Recurrent states are ignored.
+      The new mesh and rules. The mesh axis of heads becomes two axes. The first axis has the old
+      name. Its size is the greatest common divisor of the old size and the number of heads of each
+      layer with several heads. The second axis is named "cells" or "copies". The product of the two
+      sizes is the old size. The mesh changes only if a layer has several heads, and the old size
+      does not divide the number of these heads. Otherwise, mesh and rules are returned unchanged.
+      Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.
       ValueError: If the mesh must change, and `surplus` is "refuse".
       ValueError: If the mesh must change, and several axes split the heads.
       ValueError: If the mesh must change, and the name of the new axis is already in use.
-      TypeError: If the mesh is not a mesh, or `sharding_rules` are not `ShardingRules` of names.
+      TypeError: If the mesh is not a mesh.
+      TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
+        string.
 
     Examples:
       >>> mesh = jax.make_mesh((4,), ("tensor",))

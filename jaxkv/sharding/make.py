@@ -62,7 +62,9 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
       ValueError: If a mesh axis would split two dimensions, such as streams and heads.
-      TypeError: If the mesh is not a mesh, or `sharding_rules` are not `ShardingRules` of names.
+      TypeError: If the mesh is not a mesh.
+      TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
+        string.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -122,8 +124,8 @@ def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
         processes, are ignored.
 
     Raises:
-      RuntimeError: If the table or batch of a process differs from process 0. Every process raises,
-        with the indices of the differing processes.
+      RuntimeError: If the table or batch of a process differs from that of process 0. Every process
+        raises, with the indices of the differing processes.
       RuntimeError: If an array of the batch was donated.
       TypeError: If the cache is traced or has shapes only, or the batch has a `jax.random.key`.
       ValueError: If the table was donated, or the cache is a batch of caches.
