@@ -260,8 +260,9 @@ def num_required_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lowest id in the group of each sequence, and the number of cells of each group.
 
-    Sequences with the same first token in the batch are a group. The second array has the number of
-    cells that a group requires at the lowest id of the group, and 0 at the other ids.
+    Sequences are a group if their first token in the batch is one token that they share. At the
+    lowest id of a group, the second array has the number of cells that the group requires. At all
+    other ids, it has 0.
     """
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]

@@ -122,7 +122,8 @@ def writable_cells(
 ) -> Int32[Array, "R pairs"]:
     """Return the cell index of each new state that a layer has not written yet.
 
-    Other indices are past the last cell, also those of rows whose stream was edited after `apply`.
+    All other indices are past the last cell. If the stream of a row was edited after `apply`, all
+    indices of the row are past the last cell.
     """
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)

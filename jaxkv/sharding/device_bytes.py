@@ -85,7 +85,8 @@ def device_bytes(
 
     Args:
       cache: cache, or its shapes from `sharding.shapes`. Shapes from `jax.eval_shape` give the same
-        bytes, unless the default `lanes` depends on the mesh, as on a TPU.
+        bytes, unless the default of the option `lanes` of `make_cache` depends on the mesh, as on a
+        TPU.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
       heads: number of query heads, for the field `sent`; default: the number of key/value heads.

@@ -37,12 +37,12 @@ def fit_mesh(
         devices store copies of the same head. "refuse": raise a ValueError.
 
     Returns:
-      The new mesh and rules. The mesh axis of heads becomes two axes. The first axis has the old
-      name. Its size is the greatest common divisor of the old size and the number of heads of each
-      layer with several heads. The second axis is named "cells" or "copies". The product of the two
-      sizes is the old size. The mesh changes only if a layer has several heads, and the old size
-      does not divide the number of these heads. Otherwise, mesh and rules are returned unchanged.
-      Recurrent states are ignored.
+      The new mesh and rules. The mesh axis that splits the heads becomes two axes. The first axis
+      has the old name. Its size is the greatest common divisor of the old size and the numbers of
+      heads of all layers with several heads. The second axis is named "cells" or "copies". The
+      product of the two sizes is the old size. The mesh changes only if a layer has several heads,
+      and the old size does not divide the number of these heads. Otherwise, mesh and rules are
+      returned unchanged. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.

@@ -65,9 +65,9 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
 
     Returns an array `[R, T, H or 1, N]` for an array, a `PositionBias` for a function, and None for
     None. The argument `shape` is (R, T, H, N). Raises a TypeError unless the bias is an array of
-    floats, or a function that returns an array of floats. Raises a TypeError if the function closes
-    over traced arrays; such arrays must be leaves of the function (see `Function`). Raises a
-    ValueError if the bias does not broadcast to the shape.
+    floats, or a function that returns an array of floats. Traced arrays that the function uses must
+    be leaves of the function as a pytree (see `Function`); otherwise a TypeError is raised. Raises
+    a ValueError if the bias does not broadcast to the shape.
     """
     if bias is None:
         return None

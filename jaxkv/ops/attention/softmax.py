@@ -62,7 +62,7 @@ def make_options(
 class OnlineSoftmax(NamedTuple):
     """Partial softmax over some cells, for queries that `group_queries` packed.
 
-    The dtype of all fields is that of `softmax_dtype`.
+    The dtype of all fields is the result of `softmax_dtype`.
 
     max_logit: Highest logit of each query; LOWEST if no cell is visible.
     denom: Sum of exp(logit - max_logit).
@@ -96,7 +96,7 @@ def mask_logits(
 ) -> Float[Array, "*#n C"]:
     """Add a bias, and set the logits of hidden cells to LOWEST.
 
-    A bias of -inf hides a cell. Logits of visible cells below LOWEST / 2 become LOWEST / 2.
+    A bias of -inf hides a cell. The logit of a visible cell becomes at least LOWEST / 2.
     """
     # A visible NaN is kept.
     if bias is not None:

@@ -81,8 +81,8 @@ def add_tiles_one_by_one(
 ) -> OnlineSoftmax:
     """Add the active tiles to a partial softmax; callers must then call `zero_unseen`.
 
-    The queries `q` must be packed and scaled. If `convert_in_loop` is True, the compiler converts
-    the dtype of each tile in the loop, instead of the dtype of all cells before the loop.
+    The queries `q` must be packed and scaled. If `convert_in_loop` is True, the compiler must
+    convert the dtype of each tile in the loop. Otherwise, it may convert all cells before the loop.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)
