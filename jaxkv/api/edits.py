@@ -132,7 +132,7 @@ def seq_cp(
 
     Raises:
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
-      ValueError: If `src`, `p0` or `p1` is a list.
+      ValueError: If `src`, `p0` or `p1` is a list, or `dst` has two dimensions.
       TypeError: If an id or a bound is not an integer.
 
     Examples:
@@ -154,7 +154,11 @@ def seq_cp(
     """
     table, buffers = split(cache)
     spec = table.spec
-    ids = table.spec.sequence_id(src), spec.sequence_ids(dst)
+    ids = spec.sequence_id(src), spec.sequence_ids(dst)
+    if np.ndim(ids[1]) > 1:
+        raise ValueError(
+            f"expected dst [n], or [], got {np.shape(ids[1])}; pass an id, or a list of ids"
+        )
     args = *ids, *check_range(p0, p1)
     if are_in_same_streams(spec, *ids):
         changed, ok = _copy(table, None, *args)

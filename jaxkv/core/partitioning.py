@@ -73,16 +73,24 @@ class ShardingRules:
 
         Raises:
           ValueError: If no pair has a logical axis of a cache.
+          TypeError: If `sharding_rules` are not pairs.
 
         >>> ShardingRules.of([("cache_batch", "data"), ("kv_heads", "tensor"), ("mlp", "fsdp")])
         ShardingRules(streams='data', kv_heads='tensor', cells=None)
         """
         found: dict[str, Axis] = {}
-        for name, axis in sharding_rules:
+        try:
+            pairs = [(name, axis) for name, axis in sharding_rules]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"expected pairs of a logical axis and a mesh axis, got {sharding_rules!r:.60}; "
+                'pass [("kv_heads", "tensor")]'
+            ) from None
+        for name, axis in pairs:
             if name in _NAMES:
                 found.setdefault(_NAMES[name], tuple(axis) if isinstance(axis, list) else axis)
         if not found:
-            names = [name for name, _ in sharding_rules]
+            names = [name for name, _ in pairs]
             raise ValueError(
                 f"expected a rule for one of {', '.join(_NAMES)}, got {names}; use these names"
             )

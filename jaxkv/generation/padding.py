@@ -55,7 +55,7 @@ def check_token_lists(
     else:
         advice = "pass rows with padding as an array"
         lists = [np.asarray(check_int32(text, tokens, low=0, advice=advice)) for text in texts]
-    if not lists or any(text.ndim != 1 for text in lists):
+    if not (lists or allow_empty) or any(text.ndim != 1 for text in lists):
         raise ValueError(
             f"expected a list of tokens for each of the {name}, got {texts!r:.60}; pass [tokens] "
             "for a single one"
@@ -76,14 +76,8 @@ def pad_prompts(
     if is_rows(prompts):
         rows = check_int32(prompts, "prompts")
     else:
-        advice = "pass rows with padding as an array"
-        lists = [check_int32(prompt, "prompts", low=0, advice=advice) for prompt in prompts]
-        if any(tokens.ndim != 1 for tokens in lists):
-            raise ValueError(
-                f"expected a list of tokens for each text, got {prompts}; pass [tokens] for a "
-                "single text"
-            )
-        longest = max((len(tokens) for tokens in lists), default=0)
+        lists = check_token_lists(prompts, "prompts", allow_empty=True)
+        longest = max(map(len, lists), default=0)
         lists = [np.pad(tokens, (longest - len(tokens), 0), constant_values=-1) for tokens in lists]
         rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
     return rows if max_length is None else take_last_tokens(rows, max_length)

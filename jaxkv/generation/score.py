@@ -280,7 +280,7 @@ def _check_spec(spec: object) -> None:
 
 
 def _check_counts(num_prompts: int, num_texts: int) -> None:
-    if not num_prompts or num_texts % num_prompts:
+    if not num_prompts or not num_texts or num_texts % num_prompts:
         raise ValueError(
             f"expected equally many texts for each of {num_prompts} prompts, got {num_texts}; pass "
             "the texts of each prompt one after another"
