@@ -329,7 +329,7 @@ def write_states(
 
     Raises:
       ValueError: If state names or shapes differ from the spec.
-      TypeError: If `states` is not a mapping.
+      TypeError: If `states` is not a mapping, or a state is not an array.
       TypeError: If a state has floats for a state of integers, or complex numbers for floats.
       ValueError, TypeError: If `read_states` would raise for the same cache, layer and ubatch.
 

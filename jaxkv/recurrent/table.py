@@ -198,6 +198,8 @@ class StateTable(States, CacheTable):
         rows, new = len(ubatch.row_stream), {}
         for name, array in old.items():
             state, shape = states[name], (rows, self.num_earlier_states + 1, *array.shape[2:])
+            if not hasattr(state, "dtype"):
+                raise TypeError(f"expected {name} as an array, got {type(state)}; pass a jax.Array")
             if self.num_earlier_states == 0 and state.shape == (rows, *shape[2:]):
                 state = state[:, None]
             if state.shape != shape:

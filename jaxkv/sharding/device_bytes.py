@@ -104,7 +104,7 @@ def device_bytes(
       ValueError: If a mesh axis would split two dimensions, such as streams and heads.
       ValueError: If the argument `heads` is below 1 or not a multiple of the number of key/value
         heads.
-      TypeError: If the argument `heads` is not an integer, or the mesh is not a mesh.
+      TypeError: If `heads` is not an integer, `cache` is not a cache, or `mesh` is not a mesh.
       TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
         string.
 
@@ -153,6 +153,7 @@ def device_bytes(
 
 def num_kv_heads(cache: Cache) -> set[int]:
     """Return the numbers of key/value heads of attention layers, without repeats."""
+    split(cache)  # raises a TypeError for an object that is not a cache
     buffers = [part.buffers for part in cache.parts if isinstance(part.buffers, Buffers)]
     return {kv_heads for x in buffers for kv_heads, _, _ in x.head_sizes}
 

@@ -49,7 +49,7 @@ def fit_mesh(
       ValueError: If the mesh must change, and `surplus` is "refuse".
       ValueError: If the mesh must change, and several axes split the heads.
       ValueError: If the mesh must change, and the name of the new axis is already in use.
-      TypeError: If the mesh is not a mesh.
+      TypeError: If `cache` is not a cache, or `mesh` is not a mesh.
       TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
         string.
 
