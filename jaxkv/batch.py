@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Batch:
     """Tokens for `init_batch`, as a flat list `[B]` or as rows `[R, T]`; see `make_batch`.
 
-    Arrays are JAX arrays if JAX arrays were passed to `make_batch`, else NumPy arrays.
+    An array is a JAX array if a JAX array was passed to `make_batch`, and else a NumPy array.
 
     tokens: token ids; None if the batch has embeddings.
     embeddings: embedding of each token; None if the batch has token ids.
@@ -40,7 +40,8 @@ class Batch:
     positions: position of each token; None if each sequence continues after its last position.
     outputs: True for tokens that need logits; None selects the last token of each sequence.
     valid: False for padding.
-    shared_with: further sequence ids of each token, padded with negative numbers, or None.
+    shared_with: further sequence ids of each token, padded with negative numbers; None if each
+      token has one id.
     extra: additional model inputs of each token, by name.
     """
 
@@ -92,22 +93,24 @@ class Ubatch(Partitioned):
     """Part of a batch that is computed at once: R rows of T tokens, with padding.
 
     tokens, embeddings, sequences, shared_with: as in `Batch`.
-    extra: as in `Batch`; arbitrary values at padding.
+    extra: as in `Batch`; the values of padding are arbitrary.
     positions: position of each token.
     row_stream: index of the stream of each row.
     row_sequence: sequence id of each row; 0 if a row may have tokens of several sequences.
-    slots: int32 `[R, T]`, the index of the cell of each token. Padding and all tokens of a refused
-      plan have distinct indices past the last cell. For a recurrent cache, the slots are a
-      `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part, None for
-      an unused part. In a pytree of slots, int32 arrays are indices and uint32 arrays are hashes.
+    slots: int32 `[R, T]`, the index of the cell of each token. Indices of
+      padding, and of all tokens of a refused plan, are past the last cell. No index is repeated.
+      For a recurrent cache, the slots are a `StateSlots`. For a hybrid cache, the slots are a tuple
+      with an entry for each part; the entry of a part that the ubatch does not use is None. In a
+      pytree of slots, int32 arrays are indices and uint32 arrays are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True for a token whose sequence has further tokens in a later ubatch of the plan.
-    outputs: for each token that needs logits, its index among the R * T tokens; padded.
-      `Plan.gather_outputs` reorders logits to the order of the batch, and removes padding.
-    output_index: index of each output token in the batch; 2**31 - 1 for padding.
+    outputs: index, among the R * T tokens, of each token that needs logits, and indices of
+      arbitrary tokens as padding. `Plan.gather_outputs` removes the logits of padding, and returns
+      the other logits in the order of the batch.
+    output_index: index in the batch of each token in `outputs`; 2**31 - 1 for padding.
     hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
-      cache. The ubatch is stale if the hash of one of its streams has changed.
+      cache. The ubatch becomes stale when the hash of one of its streams changes.
     hash_after: hash of each stream after the ubatch was applied.
     spec: static `TableSpec` of the cache that the ubatch was planned for.
     row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
@@ -135,12 +138,12 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """For each row, return after how many tokens each of the last `count` states is reached.
+        """For each row, return how many of its tokens each of the last `count` states includes.
 
-        For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0 means
-        the state before the first token of the row, which `write_states` skips. The argument
-        `count` is static; `write_states` requires E + 1. A `count` below 1 raises ValueError, and a
-        `count` that is not an integer raises TypeError.
+        For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0
+        means the state before the first token of the row; `write_states` does not write this state.
+        The argument `count` is static. Pass E + 1 for states that are passed to `write_states`. A
+        `count` below 1 raises ValueError, and a `count` that is not an integer raises TypeError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)})
@@ -183,9 +186,10 @@ def make_batch(
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
         - For a token that several sequences share, a list of ids in place of one id, or an array
-          `[B, n]` or `[R, T, n]` of ids, padded with -1. If the owners of a token differ in an
-          earlier token, the plan is refused. Each owner that differs from the owner with the lowest
-          id has `Reason.DIVERGED`; the others have OK. Recurrent caches accept no shared tokens.
+          `[B, n]` or `[R, T, n]` of ids, padded with -1. These sequences must
+          have the same earlier tokens; otherwise the plan is refused, with `Reason.DIVERGED` for
+          each sequence whose earlier tokens differ from those of the lowest id. Recurrent caches
+          accept no shared tokens.
 
       positions: int32 position of each token, in the shape of the batch, `[B]` or `[R, T]`; by
         default, the next positions of each sequence.
@@ -197,13 +201,14 @@ def make_batch(
         Models read the inputs from `Ubatch.extra`. `plan_step` and loops do not accept `extra`.
 
     Returns:
-      A `Batch` of arrays `[B]` (a list of lists is concatenated) or `[R, T]`. Sequence ids are
-      compared with a cache only by `init_batch`.
+      A `Batch`: arrays `[B]` for a list (lists of a list of lists are concatenated), or arrays
+      `[R, T]` for rows. Only `init_batch` checks whether the cache has the sequence ids.
 
     Raises:
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.
-      ValueError: If one of several token lists is empty, or a valid token id in a list or a NumPy
-        array is negative. For a JAX array, the plan is refused (`Reason.NEGATIVE_TOKEN`).
+      ValueError: If a list in a list of lists is empty.
+      ValueError: If a list or a NumPy array has a negative token id that is not padding. If a JAX
+        array has one, `init_batch` refuses the batch (`Reason.NEGATIVE_TOKEN`).
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.
@@ -356,7 +361,10 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Convert a list with lists of ids to an array padded with -1; return others unchanged."""
+    """Convert a list that contains lists of ids to an array padded with -1.
+
+    Other arguments are returned unchanged.
+    """
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -386,7 +394,10 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Split sets of ids `[..., n]` into the lowest ids and the others; None without others."""
+    """Return the lowest id of each set of ids, `[..., n]`, and an array of the other ids.
+
+    If each set has one id, None is returned in place of the second array.
+    """
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
         return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None
@@ -438,7 +449,11 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
 
 
 def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
-    """Return the ubatch of a device with `count` streams; rows of other devices are padding."""
+    """Return a ubatch in which rows of other devices are padding.
+
+    The streams are split along the mesh axes `axes`, `count` streams for each device. Must be
+    called in a function that runs on shards.
+    """
     if not axes:
         return ubatch
     stream, is_own = to_local_index(ubatch.row_stream, axes, count)

@@ -41,8 +41,9 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
       hybrid cache, a tuple of the buffers of the parts.
-    written: while tracing, the last written ubatch, and the numbers of the layers that have written
-      it. A second write to a layer raises. The pytree omits this field.
+    written: while tracing, the last ubatch that was written to a layer, and the numbers of all
+      layers to which it was written. A second write of the ubatch to a layer raises a ValueError.
+      The pytree omits this field.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -76,7 +77,7 @@ class Cache(Partitioned):
 
     @property
     def nbytes(self) -> int:
-        """Size of table and buffers in bytes; also for a cache of shapes from `jax.eval_shape`.
+        """Size of table and buffers in bytes. The cache may have shapes in place of arrays.
 
         >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
         >>> jax.eval_shape(lambda: make_cache(spec, cells=4096)).nbytes // 2**20
@@ -138,10 +139,10 @@ class Cache(Partitioned):
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
         """Return whether a sequence can continue at `pos` once tokens from `pos` on are removed.
 
-        The result is True if `seq_rm(cache, seq, pos)` is not refused and `init_batch` then expects
-        the next token at `pos`. Gaps at earlier positions do not matter. Every sequence can
-        continue at position 0. An empty sequence can continue at any position. Free cells are not
-        counted.
+        The result is True if `seq_rm(cache, seq, pos)` is not refused, and `init_batch` expects the
+        next token of the resulting cache at `pos`. Gaps at earlier positions do not matter. Every
+        sequence can continue at position 0. An empty sequence can continue at any position. The
+        result may be True for a full cache.
 
         Raises:
           ValueError: If an argument is a list, or a concrete id is not from 0 to Q - 1.
