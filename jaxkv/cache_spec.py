@@ -38,7 +38,7 @@ class CacheSpec:
     kv_heads, head_dim: K and D, the number of key/value heads and the size of a key.
     value_dim: Dv, the size of a value; a `ValueSlice` if each value is a slice of its key.
     window: `Window` of all layers; None for no limit.
-    rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
+    rope: rotation of the keys that models pass to `attend`; a `NotGiven` if no rope was given.
     states: name, shape and dtype of each state, ordered by name.
     shard_dims: a tuple (name, dimension, n) for each state that a mesh may split; the dimension
       consists of n equal blocks.

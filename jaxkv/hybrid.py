@@ -42,7 +42,7 @@ _smallest = partial(reduce, jnp.minimum)
 
 
 def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
-    """Return the largest first position of the parts; -1 if a part has no tokens."""
+    """Return the largest of the first positions of a sequence in the parts; -1 if one is -1."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
@@ -68,7 +68,11 @@ def _combine_parts_and_buffers(
 def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the old table and False if a part refuses or a `missing` status becomes True."""
+    """Return the edited table and True if `ok` is True in all parts, else the old table and False.
+
+    The old table is also returned if the edit makes the last positions of a sequence differ between
+    parts.
+    """
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
     present = jnp.ones(table.spec.sequences, bool)
@@ -80,7 +84,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts copy up to equal last positions, and these positions."""
+    """Return whether all parts can copy, with equal last positions, and these positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -116,10 +120,10 @@ def _make_parts_query(
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls `method` of the part that stores the layer's keys or states.
+    """Return a method that calls `method` of the part that stores a layer.
 
-    The argument `verb` is "attend" or "states". If `writes` is True, the first two results of
-    `method` are the next table and buffers of the part.
+    If `verb` is "attend", the part stores the keys of the layer; if "states", the states. If
+    `writes` is True, the first two results of `method` are the next table and buffers of the part.
     """
 
     def call(
@@ -302,12 +306,15 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
     ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-        """Compare last tokens in the first attention part, or in the first part if none attends."""
+        """Compare last tokens in the first attention part, or else in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Combine the status of all parts; `missing` is also True if last positions differ."""
+        """Combine the status of all parts.
+
+        `missing` is also True if the last positions of a sequence differ between parts.
+        """
         found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
@@ -392,7 +399,7 @@ class HybridTable(CacheTable):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EncoderHybridTable(HybridTable):
-    """Hybrid table that only planners of encoder sources use; no cache contains it."""
+    """Hybrid table for planning of encoder sources; no cache contains such a table."""
 
     of_sources: bool = field(default=True, metadata={"static": True})
 

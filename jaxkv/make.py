@@ -62,12 +62,14 @@ def make_cache(
         the spec. Keys and values of 8 bits are quantised: in each cell, up to 128 numbers of a head
         share a float32 scale. For D = 64, quantised keys take 0.27 times the bytes of float32 keys.
         Gradients with respect to quantised keys and values are zero; train with another dtype.
-      ubatch_size: with a window, the largest number of tokens in a ubatch, from which the default N
-        is computed. With the default N, `init_batch` raises ValueError for a larger ubatch.
-      max_rollback: with a window, the number of last tokens that can always be removed with the
-        default N; default 32. If `max_rollback` equals `cells`, N is not reduced, and any number of
-        tokens can be removed until a stream is full. With recurrent layers, `max_rollback` is E,
-        the number of earlier states to store, each as large as the current state; default 0.
+      ubatch_size: with a window, the largest number of tokens in a ubatch. The default N is
+        computed from this number. With the default N, `init_batch` raises ValueError for a larger
+        ubatch.
+      max_rollback: with a window, the number of last tokens of a sequence that can always be
+        removed if N is the default; default 32. If `max_rollback` equals `cells`, N is not reduced,
+        and any number of tokens can be removed as long as no stream was full. With recurrent
+        layers, `max_rollback` is E, the number of earlier states to store, each as large as the
+        current state; default 0.
       placement: order in which free cells of attention layers are taken, without effect on results.
         None selects "tiled" on a CPU without a mesh if 8 or more sequences share a stream of 4,096
         or more cells (and N is a multiple of 64), otherwise "any".

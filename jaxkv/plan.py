@@ -122,7 +122,8 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, UNKNOWN_SEQUENCE replaces every OK.
-    fits: Whether each sequence gets cells if sequences are placed in turn, fewest new tokens first.
+    fits: Whether each sequence gets cells if sequences are placed one after the other, in the order
+      of their numbers of new tokens.
     expected, actual: the required and the actual value for each refused sequence. The values are
       positions or numbers of free cells, depending on the reason.
 
@@ -138,7 +139,10 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The ubatch of a plan with one ubatch, such as from `plan_step`; otherwise ValueError."""
+        """The ubatch of a plan of one ubatch, for example from `plan_step`.
+
+        Raises a ValueError if the plan does not have exactly one ubatch.
+        """
         if len(self.ubatches) != 1:
             raise ValueError(
                 f"expected a plan of one ubatch, got {len(self.ubatches)}; take each of "

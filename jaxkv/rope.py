@@ -110,7 +110,7 @@ class Rope:
     def linear(self, *, factor: float) -> Rope:
         """Divide all frequencies by `factor`, the new context length over the original length.
 
-        A `factor` of 0 raises ValueError.
+        A `factor` that is not above 0 raises ValueError.
 
         >>> Rope.make(4, base=100.0).linear(factor=2.0).frequencies
         (0.5, 0.05)
@@ -122,7 +122,7 @@ class Rope:
     def divide(self, factors: Sequence[float]) -> Rope:
         """Divide the frequency of pair i by `factors[i]`; some checkpoints store such factors.
 
-        A wrong number of factors, or a factor of 0, raises ValueError.
+        A wrong number of factors, or a factor that is not above 0, raises ValueError.
 
         >>> Rope.make(4, base=100.0).divide([1.0, 4.0]).frequencies
         (1.0, 0.025)
@@ -134,10 +134,9 @@ class Rope:
                 f"expected {len(self.frequencies)} factors, one a pair, got {len(factors)}; pass "
                 "one for each pair"
             )
-        if not all(factors):
+        if not all(factor > 0 for factor in factors):
             raise ValueError(
-                f"expected factors that are not 0, got {list(factors)}; pass 1 to leave a pair "
-                "unchanged"
+                f"expected factors above 0, got {list(factors)}; pass 1 to leave a pair unchanged"
             )
         pairs = zip(self.frequencies, factors, strict=True)
         return replace(self, frequencies=tuple(float(f / by) for f, by in pairs))
@@ -149,8 +148,10 @@ class Rope:
 
         A frequency is unchanged if its pair turns more than `high_freq_factor` times within
         `original` positions. A frequency is divided by `factor` if its pair turns fewer than
-        `low_freq_factor` times. Frequencies between the two limits are interpolated. A `factor` of
-        0 raises ValueError.
+        `low_freq_factor` times. Frequencies between the two limits are interpolated.
+
+        Raises ValueError if `factor` or `original` is not above 0, or `high_freq_factor` is not
+        above `low_freq_factor`.
 
         >>> plain = Rope.make(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -159,6 +160,8 @@ class Rope:
         >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
         [1.0, 8.0]
         """
+        _check_above(0, factor=factor, original=original)
+        _check_above(low_freq_factor, high_freq_factor=high_freq_factor)
         frequencies = np.asarray(self.frequencies)
         turns = original * frequencies / (2 * math.pi)
         fast = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
@@ -184,15 +187,18 @@ class Rope:
           factor: ratio of the new context length to the original one.
           original: number of positions of the original context.
           base: base of the unscaled rope, see `Rope.make`.
-          beta_fast: number of turns over the original context above which a frequency is unchanged.
-          beta_slow: number of turns below which a frequency is divided by the factor.
+          beta_fast: if a pair turns more often than this within the original context, its frequency
+            is unchanged.
+          beta_slow: if a pair turns less often than this within the original context, its frequency
+            is divided by the factor. Frequencies between the limits are interpolated.
           attention_factor: number by which rotated queries and keys are multiplied. None means
             0.1 ln(`factor`) + 1 if `factor` is above 1, else 1.
-          truncate: if True, round the pair index of `beta_fast` down and that of `beta_slow` up;
-            False for gpt-oss.
+          truncate: `beta_fast` and `beta_slow` are converted to indices of pairs. If True, the
+            index of `beta_fast` is rounded down, and the index of `beta_slow` up. Pass False for
+            gpt-oss.
 
         Raises:
-          ValueError: If `original` is 0, or if `factor` is 0 or not finite.
+          ValueError: If `base` is not above 1, or another number is not above 0 or not finite.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -203,6 +209,8 @@ class Rope:
 
         llama.cpp: `LLAMA_ROPE_SCALING_TYPE_YARN`.
         """
+        _check_above(0, factor=factor, original=original, beta_fast=beta_fast, beta_slow=beta_slow)
+        _check_above(1, base=base)
         frequencies = np.asarray(self.frequencies)
         pairs = len(frequencies)
 
@@ -229,6 +237,14 @@ class NotGiven:
 
 
 NOT_GIVEN = NotGiven()
+
+
+def _check_above(limit: float, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if not limit < number < math.inf:
+            raise ValueError(
+                f"expected a finite {name} above {limit}, got {number}; check the model's config"
+            )
 
 
 # A program with many layers contains this function once for each shape.

@@ -47,7 +47,8 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    fits_in_one_run: Like `fits`, but with contiguous placement only the longest free run is used.
+    fits_in_one_run: Like `fits`; but with contiguous placement, only the cells of the longest run
+      of free cells are counted.
     num_remaining: Number of cells that remain in the stream of each sequence after the
       sequences that fit are placed.
     """
@@ -249,7 +250,10 @@ class CacheTable(Partitioned):
         """Return the slot of each token, and the `Reason` of each token."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
-        """Return slots for a ubatch without tokens for this part; None if layers must raise."""
+        """Return the slots of a part in which a ubatch stores no tokens.
+
+        The result is None if layers of the part must raise an error for the ubatch.
+        """
         del ubatch
 
     def as_encoder_table(self) -> Self:
@@ -405,7 +409,7 @@ class CacheTable(Partitioned):
         v: Float[Array, "R T K Dv"] | None = None,
         **options: object,
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values unless they are None, and attend; for options see `attend`."""
+        """Write keys and values unless None, and attend; for options see `jaxkv.attend`."""
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "

@@ -85,7 +85,7 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return the number of cells of a stream for sequences of unlimited length.
+    """Return the number of cells that a stream needs for sequences of unlimited length.
 
     The argument `sharing` is the number of sequences in the stream.
 

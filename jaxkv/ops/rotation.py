@@ -83,7 +83,7 @@ def _map_pairs(
 
 
 def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the unit in the last place of non-negative numbers in a dtype, as float32."""
+    """Return the rounding unit (ulp) of each non-negative number in a dtype, as float32."""
     if is_integer_dtype(dtype):
         return jnp.ones_like(x)
     info = jnp.finfo(dtype)
