@@ -24,15 +24,15 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     """Commit a ubatch, or the plan of an update or a defrag, to a cache.
 
     A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
-    an update (`init_update`) or of a defrag (`defrag_plan`) changes table and buffers. A plan that
-    was refused or is stale (see `Cache.is_current`) leaves the cache unchanged.
+    an update (`init_update`) or of a defrag (`defrag_plan`) changes table and buffers. A refused
+    plan (`Plan.ok` is False) or a stale plan (see `Cache.is_current`) has no effect.
 
     Args:
       cache: any cache.
       plan: a ubatch, a plan of one ubatch, or the result of `init_update` or `defrag_plan`.
       donate: If True, an update or a defrag outside of `jit` reuses the buffers of the input cache,
-        which becomes invalid. If False, the buffers are copied. Without effect for a ubatch or the
-        plan of a batch, since both caches share the unchanged buffers.
+        which becomes invalid. If False, the buffers are copied. `donate` has no effect for a
+        ubatch or the plan of a batch: the returned cache shares the buffers of the input cache.
 
     Returns:
       The next cache.
@@ -64,12 +64,12 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
     """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
 
-    - A ubatch becomes stale when one of its streams is changed by an edit or another ubatch.
-    - The plan of an update becomes stale when the keys to rotate, or their angles, change.
+    - A ubatch becomes stale when an edit or another ubatch changes one of its streams.
+    - The plan of an update becomes stale when the shift of a key changes.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
-    An update or a defrag concerns all streams, and all parts of a hybrid cache. `is_current`
-    accepts the same plans as `apply`.
+    If such a change is in only one stream, or in one part of a hybrid cache, the whole plan of an
+    update or a defrag becomes stale. `is_current` accepts the same plans as `apply`.
 
     Raises:
       TypeError: If `plan` is neither a ubatch nor a plan.
@@ -118,7 +118,10 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return False if a stream of the ubatch changed after planning, or if no token has a cell."""
+    """Return whether the streams of a ubatch are unchanged since planning.
+
+    The result is False if no token of the ubatch has a cell, as in a refused plan.
+    """
     placed = placed_rows(ubatch)
     same = jax.tree.map(
         lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before

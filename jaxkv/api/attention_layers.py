@@ -25,8 +25,8 @@ class AttentionLayers:
 
     Pass the object as the attention function of `nnx.MultiHeadAttention`, of Linen's
     `MultiHeadDotProductAttention`, or of any model that calls a function of q, k and v. Each call
-    attends in the next layer of the cache. To choose a layer, index the object. The model must
-    apply the rope to queries and keys. The option `mask` is ignored.
+    attends in the next layer of the cache. To choose a layer by number, index the object. The model
+    must apply the rope to queries and keys. The option `mask` is ignored.
 
     Inside of `jax.checkpoint` or a scan, call `attend` in place of the object.
 

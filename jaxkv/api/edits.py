@@ -1,7 +1,7 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-The bounds `p0` and `p1` of a range have the same meaning in all edits; see `seq_rm`. An edit makes
-all earlier ubatches of the edited stream stale.
+The bounds `p0` and `p1` of a range have the same meaning in all edits; see `seq_rm`. If an edit
+changes a stream, all ubatches that were planned for this stream before the edit become stale.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class EditResult(NamedTuple):
     """Result of an edit.
 
-    cache: The cache after all edits that were not refused.
-    ok: `[]`, False if the edit was refused; with n ranges (`seq_rm` with a list), an array `[n]`.
+    cache: The next cache. A refused edit does not change the cache.
+    ok: `[]` bool, False if the edit was refused. If lists of length n were passed to `seq_rm`, `ok`
+      is an array `[n]`, with one flag for each range.
     """
 
     cache: Cache
@@ -44,20 +45,21 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     encoder source is removed only if the range is from 0 to the end. A refused edit leaves the
     cache unchanged, and `ok` is False. A removal of only some tokens of a sequence can be refused:
 
-    - With a window, a removal is refused if the next token would attend to an evicted cell.
+    - With a window, a removal is refused if the next token of a sequence would attend to an evicted
+      cell.
     - With recurrent states, a removal is refused if tokens follow the range, or if no state is
       stored at the position before the range.
-    - With a hybrid cache, a removal is refused if a part refuses, or if the last positions of
-      the parts would differ.
+    - With a hybrid cache, a removal is refused if it is refused in one of the parts, or if the last
+      position of a sequence would differ between the parts.
 
     Args:
       cache: any cache.
       seq: a sequence id, or a list of sequence ids. None or -1 means every sequence. A traced id
         out of range has no effect, and `ok` is True.
       p0: first position to remove; -1 means 0.
-      p1: one past the last position to remove; None or -1 means no end (-1 in a list), and 0 means
-        an empty range. If a traced `p0` or `p1` is below -1, the cache is unchanged, and `ok` is
-        False.
+      p1: one past the last position to remove. None or -1 means no end; a list cannot contain None.
+        0 means an empty range. If a traced `p0` or `p1` is below -1, the cache is unchanged, and
+        `ok` is False.
 
     Returns:
       The next cache, and `ok`: `[]` bool, or `[n]` bool for lists of length n. Several ranges are
@@ -109,12 +111,15 @@ def seq_cp(
     """Copy a range of one sequence to other sequences, for example to fork a chat.
 
     Within a stream, the copy shares the cells of the range and copies no buffer. A target in the
-    stream of `src` keeps its own tokens, so first call `seq_rm` for the target and the range. A
-    copy to another stream copies keys and values, and replaces all old tokens of the target.
-    Several targets in one other stream share one copy. Recurrent states and the encoder source of a
-    target are replaced, unless the range is empty.
+    stream of `src` keeps its own tokens, even at positions in the range. To avoid two tokens at one
+    position, first remove the range from the target (`seq_rm`). A copy to another stream copies
+    keys and values, and replaces all old tokens of the target. If several targets are in the same
+    other stream, they share the cells of one copy.
 
-    The result is the next cache and `ok` `[]` bool, one flag for all targets. If it is False, the
+    Recurrent states of a target are replaced if `src` has tokens in the range, or if the target is
+    in another stream. The encoder source of a target is replaced unless the range is empty.
+
+    The result is the next cache and `ok` `[]` bool, one flag for all targets. If `ok` is False, the
     cache is unchanged.
 
     - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
@@ -179,7 +184,8 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       cache: any cache.
       parents: id of the parent of each sequence to replace. A sequence may be its own parent.
       sequences: distinct ids of the sequences to replace. If the id or the parent is traced and out
-        of range, the sequence is unchanged. For a repeated traced id, the last parent is copied.
+        of range, the sequence is unchanged. If a traced id is repeated, the sequence is replaced by
+        a copy of the last of its parents that is another sequence.
       donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 
@@ -219,7 +225,7 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
 
     Args:
       cache: any cache.
-      seq: id of the sequence to keep, which may be empty.
+      seq: id of the sequence to keep. The sequence may be empty.
 
     Returns:
       The next cache, and `ok` `[]` bool.
@@ -247,13 +253,14 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
-    owners. If `Cache.can_seq_add` is False, two tokens of a sequence may get equal positions.
+    owners. `seq_add` does not check whether positions stay unique. If `Cache.can_seq_add` returns
+    False for the same arguments, two tokens of a sequence may get equal positions.
 
-    The flag `ok` is `[]` bool. If it is False, the cache is unchanged, for one of these reasons:
+    The flag `ok` is `[]` bool. If `ok` is False, the cache is unchanged, for one of these reasons:
 
     - A position would reach 2**31 - 1.
     - The next token of a sequence would attend to an evicted cell.
-    - The last positions of the parts of a hybrid cache would differ.
+    - The last position of a sequence would differ between the parts of a hybrid cache.
     - With recurrent states, the range has tokens and `p0 + delta` is negative.
     - A traced bound is below -1.
 
@@ -299,17 +306,20 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
     """Divide the positions of a range of a sequence by a number, rounding down.
 
-    As in `seq_add`, the positions of shared cells change for all owners, keys are rotated only by a
-    later update, and a batch of the sequence is refused before this update. After the division,
-    tokens of a sequence may have equal or decreasing positions. In attention layers, a division
-    frees no cell. In recurrent layers, a division by more than 1 removes the states in the range,
-    except the current state.
+    As in `seq_add`, the position of a shared cell changes for all owners. Keys are rotated only by
+    an update (`init_update`, then `apply`). Before the update, a batch is refused if a sequence of
+    the batch owns a shifted key.
 
-    The flag `ok` is `[]` bool. If it is False, the cache is unchanged, for one of these reasons:
+    After the division, two tokens of a sequence may have equal positions, and a later token may
+    have a lower position than an earlier token. In attention layers, a division frees no cell. In
+    recurrent layers, a division by more than 1 removes the states in the range, except the current
+    state.
+
+    The flag `ok` is `[]` bool. If `ok` is False, the cache is unchanged, for one of these reasons:
 
     - A traced divisor is below 1, or a traced bound is below -1.
     - The next token of a sequence would attend to an evicted cell.
-    - The last positions of the parts of a hybrid cache would differ.
+    - The last position of a sequence would differ between the parts of a hybrid cache.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.

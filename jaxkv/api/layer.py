@@ -42,7 +42,8 @@ def attend(
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write keys and values of a ubatch into a layer, and attend to the visible cells.
 
-    A token attends to cells of the token's sequences, at positions in the window up to the token.
+    A token attends to those cells of the token's sequences whose positions are not above the
+    position of the token. With a window, these positions must also be in the window.
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
@@ -51,22 +52,24 @@ def attend(
         `ubatch.valid`. No key is written for padding or a refused plan.
       q: queries, already rotated by the rope of the layer. Query head h attends to key/value head
         h // (H / K).
-      k: keys, already rotated by the rope of the layer, cast to the dtype of the cache. If `k` and
-        `v` are omitted, no key is written, and the tokens attend to the keys that are already in
-        the layer.
+      k: keys, already rotated by the rope of the layer. `attend` casts keys and values to the dtype
+        of the cache. If `k` and `v` are omitted, no key is written, and the tokens attend to the
+        keys that are already in the layer.
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head. Sinks only increase the denominator of the softmax.
-      bias: logits that are added to the scaled and capped dot products, differentiable. The value
-        -inf hides a cell from a head. Other values below -1.7e38 count as -1.7e38. NaN or inf makes
-        the output of the head NaN. The bias is an array or a function:
+      bias: logits that are added to the scaled and capped dot products. The output is
+        differentiable with respect to the bias. The value -inf hides a cell from a head. Other
+        values below -1.7e38 count as -1.7e38. NaN or inf makes the output of the head NaN. The bias
+        is an array or a function:
 
         - An array of floats with four dimensions that broadcast to `[R, T, H, N]`, for all N cells.
         - A function of three int32 arrays: query positions, cell positions and head numbers. The
-          arrays and the result have four dimensions that broadcast to `[P, H, T, N]`. The function
-          is static and hashed, so define it once. Pass weights of the bias as leaves of a function
-          that is a pytree, such as a `jax.tree_util.Partial`.
+          arrays and the result have four dimensions that broadcast to `[P, H, T, N]`, for P lists
+          of T tokens (see `read_kv`). The function is static and hashed, so define it once. Pass
+          weights of the bias as leaves of a function that is a pytree, such as a
+          `jax.tree_util.Partial`.
 
       causal: If False, tokens also attend to later tokens of the ubatch; only a symmetric window
         limits how far ahead a token attends. The output of a token is NaN if the token would attend
@@ -86,9 +89,10 @@ def attend(
         query heads that read this key or value. Other outputs are unaffected.
       - If the ubatch is stale for a stream, or not applied, no key is written to the stream, and
         the output rows of the stream are NaN.
-      - If the layer has not written an applied ubatch, all output rows of the ubatch's streams are
-        NaN, also in later ubatches. To recover, `rewind` to a table from before the ubatch, or
-        remove all tokens of the stream.
+      - If the keys of an applied ubatch were not written to the layer, all output rows of the
+        ubatch's streams are NaN, in calls with this ubatch and with later ubatches. To recover,
+        call `rewind` with a table from before the ubatch was applied, or remove all tokens of these
+        streams.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
@@ -160,8 +164,9 @@ def write_kv(
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
-      ubatch: the tokens of the keys; `[R, T]` is the shape of `ubatch.valid`.
-      k: keys, already rotated by the rope of the layer, cast to the dtype of the cache.
+      ubatch: the tokens whose keys and values are written; `[R, T]` is the shape of `ubatch.valid`.
+      k: keys, already rotated by the rope of the layer. `write_kv` casts keys and values to the
+        dtype of the cache.
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
 
     Returns:
@@ -205,18 +210,19 @@ def read_kv(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> KVView:
-    """Return keys, values and mask of a layer for the tokens of a ubatch.
+    """Return the keys and values in a layer, and the attention mask of the tokens of a ubatch.
 
-    `read_kv` groups the tokens of the ubatch into P lists, each in one stream. For each list, the
-    result has the keys and values of all cells of the list's stream. If S is 1, or if row r of the
-    ubatch is sequence r, a list contains all rows of a stream; otherwise each row is a list.
-    Reshape queries and their positions to `[P, T, ...]`; P and T are the first two sizes of the
-    mask.
+    `read_kv` groups the tokens of the ubatch into P lists. All tokens of a list are in one stream,
+    and the result has the keys and values of all cells of this stream. If S is 1, or if each row r
+    of the ubatch has the tokens of sequence r, a list contains the tokens of all rows in a stream.
+    Otherwise, each row is a list. Reshape queries and their positions to `[P, T, ...]`; P and T are
+    the first two sizes of the mask.
 
     Args:
-      cache: a cache to which the ubatch was applied, after the layer has written it (`write_kv`).
+      cache: a cache to which the ubatch was applied. The keys and values of the ubatch must already
+        be written to the layer (`write_kv`).
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
-      ubatch: the tokens of the mask.
+      ubatch: the tokens that attend to the cells.
       causal: If False, tokens also attend to later tokens of the ubatch, see `attend`.
       visible_until: the highest position that each token attends to, see `attend`.
 
@@ -226,13 +232,14 @@ def read_kv(
       token attends to a cell. The `positions` `[P, N]` int32 are -1 for empty cells.
 
       - Values are finite. A key is NaN if the key or its value was not finite when written.
-      - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
-        product or a sum. For derivatives, first set keys to zero that are masked for all tokens.
+      - A key that is masked for all tokens may be NaN. Therefore mask logits with `jnp.where`, not
+        by a product or a sum. Before you compute derivatives through the keys, replace keys that
+        are masked for all tokens by zeros.
       - Unless the ubatch is stale, the mask is False for padding and for tokens of a refused plan.
       - If the ubatch is stale for a stream, or not applied, all mask entries of the stream are
-        True, and all keys of the stream are NaN. All keys of a list are also NaN if the layer was
-        not written. Keys are NaN, too, if a token of the list attends to later tokens that are not
-        written (`causal=False`, `visible_until`).
+        True, and all keys of the stream are NaN. All keys of a list are also NaN if an applied
+        ubatch of the list's stream was not written to the layer, or if a token of the list attends
+        to later tokens that are not written yet (`causal=False`, `visible_until`).
 
     Raises:
       ValueError: If no attention layer has the layer number, or `visible_until` is not `[R, T]`.
@@ -320,9 +327,9 @@ def write_states(
       ubatch: the computed tokens.
       states: dict from the name of each state to an array `[R, E + 1, ...]`. An array contains the
         states after each of the last E + 1 valid tokens of each row, oldest first. States are cast
-        to the dtype of the cache. For each state, `Ubatch.state_write_steps` returns how many
-        tokens of the row the state includes; for 0 tokens, the state is not written. If E is 0, an
-        array `[R, ...]` is accepted too.
+        to the dtype of the cache. `Ubatch.state_write_steps(E + 1)` returns for each of these
+        states how many tokens of the row precede the state. If the number is 0, the state is not
+        written. If E is 0, an array `[R, ...]` is accepted too.
 
     Returns:
       The cache with the states written.
@@ -330,7 +337,8 @@ def write_states(
     Raises:
       ValueError: If state names or shapes differ from the spec.
       TypeError: If `states` is not a mapping, or a state is not an array.
-      TypeError: If a state has floats for a state of integers, or complex numbers for floats.
+      TypeError: If floats are passed for a state of integers, or complex numbers for a state of
+        floats.
       ValueError, TypeError: If `read_states` would raise for the same cache, layer and ubatch.
 
     Examples:
@@ -351,7 +359,7 @@ def write_states(
 
 
 def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
-    """While tracing, record that a layer wrote a ubatch, and raise ValueError at a second write."""
+    """While tracing, record that a layer wrote a ubatch; raise ValueError for a second write."""
     if not isinstance(layer, int) or not is_traced(cache.table):
         return cache
     last, layers = cache.written or (None, frozenset())

@@ -37,7 +37,8 @@ def init_update(cache: Cache) -> MaintenancePlan:
       nothing to apply. For attention, `shift` `[S, N]` int32 is the shift of each key.
 
     Raises:
-      TypeError: If `cache` is not a `Cache` of arrays, such as a pair that `seq_add` returned.
+      TypeError: If `cache` is not a `Cache` of arrays, for example if `cache` is the pair that
+        `seq_add` returned.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -58,22 +59,24 @@ def init_update(cache: Cache) -> MaintenancePlan:
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
     """Plan the moves that bring all used cells to the front of their stream.
 
-    Used cells at the end of a stream move into the gaps, so their order may change.
+    Used cells at the end of a stream move into the gaps, so the order of the used cells may change.
     With striped placement, used cells move to the cells that the placement fills first. With tiled
-    placement, whole tiles are moved; free cells in a tile stay free. States are not moved.
+    placement, whole tiles are moved; free cells in a moved tile stay free. States are not moved.
 
     Args:
       cache: any cache.
       max_moves: largest number of runs of neighbouring cells to move in each stream; None means no
-        limit. With tiled placement, the last moved tile is completed even beyond the limit. The
-        final order of cells, after repeated plans, is the same for every `max_moves`.
+        limit. With tiled placement, all runs of the last moved tile are moved, even if this exceeds
+        the limit. The final order of cells, after repeated plans, is the same for every
+        `max_moves`.
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
       `[]` int32 is the number of cells that this plan moves in all streams. For attention, the plan
-      has three arrays `[S, n]` int32, with an entry for each of at most n runs of cells. The first
-      cell of a run is in `source`, and the new index of this cell is in `destination`. The number
-      of cells of a run is in `length`; it is 0 for unused entries.
+      has three arrays `[S, n]` int32. A stream has one entry for each run of cells to move, and n
+      is the largest possible number of runs. The first cell of a run is in `source`, and the new
+      index of this cell is in `destination`. The number of cells of a run is in `length`; unused
+      entries have the length 0.
 
     Raises:
       TypeError: If `max_moves` is traced or not an integer.
@@ -105,13 +108,13 @@ def compact(
 ) -> EditResult:
     """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
-    Used cells may change their order, see `defrag_plan`. If a batch fits, the cache is unchanged.
-    If a batch fits after the rotation, gaps are not closed.
+    The order of used cells may change, see `defrag_plan`. If `batch` fits into the input cache,
+    `compact` returns the input cache. If `batch` fits after the rotation, gaps are not closed.
 
     Args:
       cache: any cache.
-      batch: tokens that must fit; None to run both the rotation and the defrag.
-      ubatch_size: largest number of tokens of the batch in a ubatch, see `init_batch`.
+      batch: batch that must fit; None to run both the rotation and the defrag.
+      ubatch_size: largest number of tokens in each ubatch of the batch, see `init_batch`.
       max_moves: largest number of runs of cells to move in each stream, see `defrag_plan`; None
         means no limit.
       donate: If True, a rotation or a defrag outside of `jit` reuses the buffers of the input
@@ -162,19 +165,21 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
     The flag `ok` is False if a ubatch, a copy between streams or a defrag overwrote a cell of the
-    earlier table. It is also False if an update rotated the key of such a cell. Plans for later
+    earlier table. `ok` is also False if an update rotated the key of such a cell. Plans for later
     tables become stale.
 
-    Cells are compared by hashes, which depend on all earlier steps and edits of a stream. A removed
-    and rewritten cell counts as overwritten, even with the same token. Two equal steps from the
-    same cache have equal hashes, even if the model parameters differ.
+    `rewind` compares the cells of both tables by hashes. The hash of a cell depends on all earlier
+    steps and edits of its stream. If a cell was removed and written again, the cell counts as
+    overwritten, even if it has the same token. If two equal ubatches are applied to the same cache,
+    the hashes are equal, even if the keys were computed with different model parameters.
 
     Args:
       cache: the later cache.
       to: table of the earlier cache. The earlier buffers may be donated, but not the table.
 
     Returns:
-      The earlier cache, or the later cache if it cannot be rewound, and the flag `ok` `[]` bool.
+      A cache, and the flag `ok` `[]` bool. The cache is the earlier cache if `ok` is True, and the
+      later cache if `ok` is False.
 
     Raises:
       TypeError: If `to` is not a table.

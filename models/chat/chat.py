@@ -2,8 +2,9 @@
 
 Each conversation has a sequence of the cache. All conversations share the cells of one stream, so a
 fork copies no cells. The remaining sequences belong to a prefix store
-(`jaxkv.serving.PrefixStore`), which stores the tokens before a turn. Stored prefixes replace a
-rollback that the cache cannot do, and are shared by conversations with a common prefix.
+(`jaxkv.serving.PrefixStore`). The store contains prefixes of conversations, such as all tokens
+before a turn. If the cache cannot roll back a conversation, the conversation gets the tokens of a
+stored prefix. Conversations with a common prefix use the same stored prefix.
 """
 
 from collections.abc import Mapping
@@ -21,9 +22,11 @@ MAIN = "main"
 class Spent:
     """Time and numbers of tokens of the last answer.
 
-    prompt_tokens: tokens of the message, computed before the answer in `prompt_seconds`.
-    answer_tokens: tokens of the answer, including the stop token, computed in `answer_seconds`.
-    removed_tokens: tokens removed from the cache to free cells for the answer.
+    prompt_tokens: number of tokens that were computed before the answer.
+    prompt_seconds: time before the answer.
+    answer_tokens: number of tokens of the answer, including the stop token.
+    answer_seconds: time of the answer.
+    removed_tokens: number of tokens that `models.chat.room.slide` removed to free cells.
     """
 
     prompt_tokens: int = 0
@@ -38,7 +41,8 @@ class Chat:
     """Conversations in one cache.
 
     store: prefixes stored in sequences that belong to no conversation.
-    conversations: conversations by name, one of which is the field `current`.
+    conversations: conversations by name.
+    current: name of the current conversation.
     computed: number of tokens computed for all conversations.
     reused: number of tokens found in the prefix store instead of being computed again.
     spent: time and numbers of tokens of the last answer.
@@ -64,12 +68,12 @@ class Chat:
 
     @property
     def num_cached(self) -> int:
-        """Number of first tokens of the current conversation that need no computation."""
+        """Number of tokens of the current conversation before the first token to compute."""
         return self.now.index(num_held_tokens(self.cache, self.now.sequence))
 
     @property
     def without_prefixes(self) -> jaxkv.Cache:
-        """The cache without the stored prefixes, for display."""
+        """The cache without the sequences of the prefix store, for display."""
         return jaxkv.seq_rm(self.cache, self.store.sequences)[0]
 
     def with_current(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
@@ -79,7 +83,7 @@ class Chat:
 
 
 def spend(chat: Chat, **more: float) -> Chat:
-    """Return a chat in which amounts are added to the fields of `Chat.spent` with their names."""
+    """Return a chat in which each amount is added to the field of the same name in `Chat.spent`."""
     spent = {name: getattr(chat.spent, name) + amount for name, amount in more.items()}
     return replace(chat, spent=replace(chat.spent, **spent))
 
@@ -90,15 +94,18 @@ def has_states(cache: jaxkv.Cache) -> bool:
 
 
 def num_held_tokens(cache: jaxkv.Cache, sequence: int) -> int:
-    """Return the number of tokens of a sequence in the cache, including evicted tokens."""
+    """Return the number of tokens of a sequence, up to its last position in the cache.
+
+    Tokens that were evicted by a window count too.
+    """
     return int(cache.seq_pos_max(sequence)) + 1
 
 
 def remember(chat: Chat, length: int) -> Chat:
-    """Store a number of first tokens of the current conversation in the prefix store.
+    """Store the first `length` tokens of the current conversation in the prefix store.
 
-    Nothing is stored if a removed token precedes one of these tokens, since the keys after a gap
-    were computed with attention to the removed tokens.
+    Nothing is stored if one of these tokens is not cached or follows tokens that `room.slide`
+    removed. The keys of tokens after a gap were computed with attention to the removed tokens.
     """
     conversation = chat.now
     if not 0 < length <= conversation.gapless(chat.num_cached):
@@ -110,9 +117,10 @@ def remember(chat: Chat, length: int) -> Chat:
 
 
 def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
-    """Fork the longest stored prefix if it is longer than the cached tokens.
+    """Replace the cached tokens of the current conversation by a stored prefix if it is longer.
 
-    Returns the chat, and the reason why a longer prefix is missing.
+    `recall` uses the longest stored prefix of the first `length` tokens of the conversation.
+    Returns the chat, and the reason why the prefix store has no longer prefix.
     """
     conversation = chat.now
     # `fork` never reuses the last token of a prompt, so the prompt has one more token.
@@ -165,8 +173,8 @@ def switch(chat: Chat, name: str) -> Chat:
 def drop(chat: Chat, name: str) -> Chat:
     """Remove a conversation (`seq_rm`), or make the conversation empty if it is the current one.
 
-    Stored prefixes of the conversation remain until eviction. Raises `ChatError` if no conversation
-    has the name.
+    Prefixes of the conversation stay in the prefix store until they are evicted. Raises `ChatError`
+    if no conversation has the name.
     """
     _check_there(chat, name)
     gone = chat.conversations[name]
@@ -180,10 +188,11 @@ def drop(chat: Chat, name: str) -> Chat:
 
 
 def undo(chat: Chat) -> tuple[Chat, str]:
-    """Remove the last turn of the current conversation, by a rollback or from a stored prefix.
+    """Remove the last turn of the current conversation; see `take_back` for the cache.
 
     Returns:
-      The chat, and a text that says why tokens must be computed again; "" if this is not necessary.
+      The chat, and a text. If tokens before the removed turn must be computed again, the text is
+      the reason; otherwise the text is "".
 
     Raises:
       ChatError: If the conversation has no turn.
@@ -196,8 +205,8 @@ def undo(chat: Chat) -> tuple[Chat, str]:
 def retract_answer(chat: Chat) -> tuple[Chat, str]:
     """Remove the last answer of the current conversation, so that another answer can follow.
 
-    The message stays in the cache except for its last token, whose logits begin the answer. Returns
-    and exceptions are those of `undo`.
+    The message stays in the cache, except for its last token: another answer begins with the
+    computation of this token. The function returns and raises the same as `undo`.
     """
     _check_turns(chat)
     chat, why = take_back(chat, chat.now.turns[-1].asked - 1)
@@ -205,14 +214,15 @@ def retract_answer(chat: Chat) -> tuple[Chat, str]:
 
 
 def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
-    """Shorten the current conversation to a maximum number of tokens in the cache.
+    """Remove all tokens of the current conversation after the first `length` from the cache.
 
-    The conversation has at least one turn, and the last turn begins at or before this number. If
-    the cache cannot roll back, the conversation gets the tokens of a stored prefix.
+    The conversation must have a turn, and `length` must be at least the `start` of the last turn.
+    If the cache cannot roll back, the cached tokens of the conversation are replaced by a stored
+    prefix, or removed if no prefix is stored.
 
     Returns:
-      The chat, and a text that says why tokens before the last turn were lost; "" if none were
-      lost.
+      The chat, and a text. If two or more tokens before the last turn are no longer cached, the
+      text is the reason; otherwise the text is "".
     """
     cache, conversation = chat.cache, chat.now
     end = conversation.place(length)
@@ -248,7 +258,7 @@ MISS_TEXTS = {
 
 
 def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
-    """Return the reasons why parts of a cache cannot roll back to a position."""
+    """Return a reason for each part of the cache that cannot roll back a sequence to `end`."""
     found = []
     for part in cache.parts:
         if jaxkv.seq_rm(part, sequence, end).ok:

@@ -1,7 +1,7 @@
 """A conversation as an immutable value: turns and tokens.
 
-The cache stores the first tokens of a conversation, and is the only record of their number. The
-remaining tokens are computed with the next turn, each token once.
+The cache stores the first tokens of a conversation. The number of these tokens is stored only in
+the cache. The remaining tokens are computed in the next turn. Each token is computed once.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,9 @@ class Conversation:
     """Turns in one sequence of a cache.
 
     system: instructions at the beginning; None for the instructions of the template.
-    tokens: tokens of all turns, without stop tokens of the model.
-    gap: number of tokens that `models.chat.room.slide` removed after the first `frame.keep` tokens.
+    tokens: tokens of all turns. A stop token that ended an answer is not included.
+    gap: number of tokens that `models.chat.room.slide` removed from the cache. The removed tokens
+      follow the first `frame.keep` tokens.
     """
 
     sequence: int
@@ -49,7 +50,7 @@ class Conversation:
     gap: int = 0
 
     def messages(self, *new: str) -> list[dict[str, str]]:
-        """Return old and new messages of the conversation, as input of a chat template."""
+        """Return instructions, all turns and the messages `new`, as input of a chat template."""
         found = instructions(self.system)
         for turn in self.turns:
             found.append({"role": "user", "content": turn.message})
@@ -57,7 +58,7 @@ class Conversation:
         return found + [{"role": "user", "content": message} for message in new]
 
     def ask(self, message: str, tokens: Sequence[int]) -> Self:
-        """Return the conversation with a new turn; `tokens` are from `tokens_of_turn`.
+        """Return the conversation with a new turn; `tokens` is the result of `tokens_of_turn`.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0)).ask("Hi", [1, 2, 3])
         >>> one.tokens, one.turns[0].start, one.turns[0].asked
@@ -91,11 +92,11 @@ class Conversation:
         return replace(self.answered((), "", "interrupted"), gap=gap)
 
     def _gap_before(self, index: int) -> int:
-        """Return the gap, or 0 if the token at `index` is before the end of the gap."""
+        """Return `gap` if the token at `index` comes after all removed tokens, otherwise 0."""
         return self.gap if index >= self.frame.keep + self.gap else 0
 
     def place(self, index: int) -> int:
-        """Return the position in the cache of the token with an index in the conversation.
+        """Return the cache position of the token at `index` in `tokens`.
 
         >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).place(15)
         5
@@ -103,7 +104,7 @@ class Conversation:
         return index if index < self.frame.keep else max(index - self.gap, self.frame.keep)
 
     def gapless(self, length: int) -> int:
-        """Return how many of the first `length` tokens precede all removed tokens.
+        """Return how many of the first `length` tokens come before the first removed token.
 
         >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).gapless(15)
         2
@@ -111,7 +112,7 @@ class Conversation:
         return min(length, self.frame.keep) if self.gap else length
 
     def index(self, place: int) -> int:
-        """Return the number of tokens before a position in the cache, including removed tokens."""
+        """Return the index in `tokens` of the token at the cache position `place`."""
         return place if place < self.frame.keep else place + self.gap
 
 

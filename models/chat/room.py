@@ -13,20 +13,20 @@ from models.chat.conversation import ChatError, Conversation
 
 
 def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
-    """Return two numbers for the fullest part of a cache: used cells, and all cells.
+    """Return the number of used cells and of all cells, for the part with the most used cells.
 
-    Parts with a window or with states have a fixed size, so they count only if there are no other
-    parts.
+    Parts with a window or with states are skipped if there are other parts, since parts with a
+    window or with states do not need more cells for longer sequences.
     """
     grows = [part for part in cache.parts if _grows(part)] or [*cache.parts]
     return max((int(part.num_used_cells()), part.table.num_cells) for part in grows)
 
 
 def give_way(chat: Chat, tokens: int) -> Chat | None:
-    """Evict stored prefixes, least recently used first, until a number of further tokens fits.
+    """Evict stored prefixes until `tokens` more tokens of the current conversation fit.
 
-    Returns None, without an eviction, if the tokens already fit or would not fit after all
-    evictions.
+    Prefixes are evicted least recently used first. Returns None, and evicts nothing, if the tokens
+    fit without an eviction, or would not fit after the eviction of all prefixes.
     """
     if _num_tokens_left(chat.cache, chat.now.sequence) >= tokens:
         return None
@@ -41,14 +41,15 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
 def slide(chat: Chat) -> Chat:
     """Remove the oldest turns of the current conversation, by a context shift.
 
-    The tokens before the first message stay, and the newer half of the other tokens stays, if
-    possible from the beginning of a turn. The texts of all turns stay. All stored prefixes are
-    evicted if cells shift, since prefixes share these cells. The chat is unchanged after an
-    exception.
+    The tokens before the first message stay in the cache. Of the other tokens, those from the first
+    message that begins in the newer half stay; if no message begins there, the newer half stays.
+    The texts of all turns stay in the conversation. All stored prefixes are evicted if positions of
+    cells change, since prefixes may share these cells. The chat is unchanged after an exception.
 
     Raises:
       ChatError: If the cache has recurrent states.
-      ChatError: If a fork shares the cells, or evicted cells would become visible in a window.
+      ChatError: If another conversation shares a cell whose position would change.
+      ChatError: If a token would attend to cells that a window has evicted.
       ChatError: If the conversation has no tokens to remove.
     """
     conversation, cache, store = chat.now, chat.cache, chat.store
@@ -74,7 +75,7 @@ def slide(chat: Chat) -> Chat:
 
 
 def cut_of(conversation: Conversation) -> int:
-    """Return the index of the first token that the function `slide` keeps after the instructions.
+    """Return the index of the first token after the instructions that the function `slide` keeps.
 
     >>> from models.text.turns import Frame
     >>> one = Conversation(sequence=0, frame=Frame(keep=2, closing=1))

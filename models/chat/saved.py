@@ -50,14 +50,17 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
 def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
     """Return a chat whose conversations are replaced by the conversations in a file.
 
+    After an exception, the chat is unchanged.
+
     Args:
       path: file written by `save`.
-      chat: chat with any size of cache; the cache is donated.
+      chat: chat whose conversations are replaced. Its cache may have another size than the saved
+        cache, and is donated.
       model: model that computed the saved conversations.
 
     Raises:
-      ChatError: If the file is missing or damaged, contains no chat, is of another model, or does
-        not fit the cache. The chat is then unchanged.
+      ChatError: If the file is missing or damaged, or contains no chat.
+      ChatError: If the chat was saved with another model, or does not fit the cache.
     """
     try:
         info = snapshot.inspect(path)
@@ -97,10 +100,12 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
 def _load_chat(
     path: str | os.PathLike, chat: Chat, targets: dict[int, int], kept: dict[int, list[int]]
 ) -> Chat:
-    """Load conversations into an empty chat, with stored prefixes if all prefixes fit.
+    """Load conversations into an empty chat; load stored prefixes too if their cells fit.
 
-    The dict `targets` maps saved sequences to target sequences. The dict `kept` maps saved
-    sequences of prefixes to tokens, least recently used first. The cache of the chat is donated.
+    At most one prefix is loaded for each sequence of the prefix store, most recently used prefixes
+    first. The dict `targets` maps saved sequences of conversations to target sequences. The dict
+    `kept` maps the saved sequence of each prefix to the tokens of the prefix; the least recently
+    used prefix is the first item. The cache of the chat is donated.
     """
     latest = [*kept][-len(chat.store.sequences) :]
     places = dict(zip(latest, chat.store.sequences, strict=False))
@@ -117,7 +122,7 @@ def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
     """Return the tokens of each stored prefix, by saved sequence.
 
     Raises:
-      KeyError, TypeError, ValueError: If the notes were not written by `save`.
+      KeyError, TypeError, ValueError: If `info.notes` was not written by `save`.
     """
     kept = {sequence: info.tokens[sequence] for sequence in info.notes["kept"]}
     spoken = {entry["sequence"] for entry in info.notes["conversations"].values()}
@@ -131,7 +136,7 @@ def conversations_in(info: SnapshotInfo) -> dict[str, Conversation]:
     """Return the conversations of a snapshot by name; an empty dict if the snapshot is not a chat.
 
     Raises:
-      KeyError, TypeError, ValueError: If the notes were not written by `save`.
+      KeyError, TypeError, ValueError: If `info.notes` was not written by `save`.
     """
     if not isinstance(info.notes, dict) or info.notes.get("kind") != KIND:
         return {}
@@ -142,14 +147,17 @@ def conversations_in(info: SnapshotInfo) -> dict[str, Conversation]:
 
 
 def fingerprint_text(model: Any) -> str:
-    """Return the model identity in a snapshot as a string."""
+    """Return the `model_id` of a snapshot as a text."""
     if isinstance(model, dict):
         return " ".join(str(value) for value in model.values())
     return "an unnamed model" if model is None else str(model)
 
 
 def _conversation_json(conversation: Conversation) -> dict[str, Any]:
-    """Return a conversation as JSON values, without the tokens, which the snapshot stores."""
+    """Return a conversation as JSON values; its tokens are not included.
+
+    `save` passes the tokens to `snapshot.save` as another argument.
+    """
     found = asdict(conversation)
     del found["tokens"]
     return found

@@ -47,10 +47,10 @@ class Speaker:
     """A model that answers in conversations.
 
     model: model with a chat template, see `models.load`.
-    seed: attempt n at an answer samples with `seed + n`.
+    seed: an answer is sampled with the seed `seed + attempt` (see `answer`).
     max_tokens: largest number of tokens of an answer.
-    ubatch_size: largest number of tokens computed at once.
-    steps: number of tokens of an answer in each dispatch to the device.
+    ubatch_size: largest number of tokens in one forward pass.
+    steps: number of answer tokens that the device computes in each dispatch.
     """
 
     model: Model
@@ -63,7 +63,7 @@ class Speaker:
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling is deterministic, so that a message always has the same answer."""
+        """Whether the sampler is not random, so that a message always gets the same answer."""
         return not self.sampler.is_random
 
     def begin(
@@ -74,7 +74,7 @@ class Speaker:
         Args:
           conversations: largest number of conversations, including forks.
           cells: number of cells of the cache, shared by all conversations.
-          holders: number of stored prefixes, see `jaxkv.serving.PrefixStore`.
+          holders: largest number of stored prefixes, see `jaxkv.serving.PrefixStore`.
           system: instructions at the beginning of each conversation.
 
         Raises:
@@ -98,7 +98,7 @@ class Speaker:
         return Chat(cache=cache, store=store, conversations={MAIN: first})
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
-        """Compile the programs of answers; return the chat, since its buffers are donated."""
+        """Compile the programs that `answer` runs; return a new chat, since buffers are donated."""
         table, buffers = chat.cache.table, chat.cache.buffers
         params, forward = self.model.params, self.model.forward
         jobs: list[Callable[[], Any]] = []
@@ -119,7 +119,7 @@ class Speaker:
         return replace(chat, cache=jax.block_until_ready((chat.cache, outputs))[0])
 
     def ask(self, chat: Chat, message: str) -> Chat:
-        """Add an unanswered turn; raise `ModelError` if the template rejects the message."""
+        """Add a turn without an answer; raise `ModelError` if the template rejects the message."""
         tokens = tokens_of_turn(self.model.tokenizer, chat.now.messages(message))
         chat = remember(use_instructions(chat), chat.num_cached)
         return chat.with_current(chat.now.ask(message, tokens), chat.cache)
@@ -135,15 +135,17 @@ class Speaker:
     ) -> Chat:
         """Answer the last turn of the current conversation; the cache of the chat is donated.
 
-        If `stopped` returns True or the cache is full before the answer begins, the remaining
-        tokens of the message are computed in the next turn or attempt.
+        If `stopped` returns True or the cache becomes full before the answer begins, the answer is
+        empty. The remaining tokens of the message are computed in the next turn or attempt.
 
         Args:
           chat: chat with at least one turn in the current conversation.
           attempt: number of earlier answers to the same message.
-          on_read: called with two numbers of tokens of a long message: computed, and in total.
+          on_read: called after each forward pass of a long message, with the number of computed
+            tokens and the total number of tokens to compute.
           on_text: called with each new piece of the answer.
-          stopped: called between pieces of the answer; True ends the answer.
+          stopped: called before each forward pass of the message, and between pieces of the answer.
+            If `stopped` returns True, the answer ends.
         """
         chat, began = replace(chat, spent=Spent()), perf_counter()
         chat, logits = self._read_message(chat, stopped, on_read)
@@ -156,7 +158,10 @@ class Speaker:
         return spend(chat, answer_seconds=perf_counter() - began)
 
     def settle(self, chat: Chat) -> Chat:
-        """Compute the uncached tokens of the current conversation, so that forks share cells."""
+        """Compute the uncached tokens of the current conversation.
+
+        A later fork then shares the cells of these tokens.
+        """
         return self._read_message(chat)[0]
 
     def _read_message(
@@ -165,9 +170,11 @@ class Speaker:
         stopped: Callable[[], bool] = lambda: False,
         on_read: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Chat, jax.Array | None]:
-        """Compute the tokens of the current conversation that are neither cached nor stored.
+        """Compute the tokens of the current conversation that are not cached.
 
-        Returns the chat, and the logits after the last token, `[1, V]`; None if stopped or full.
+        If the prefix store has a longer prefix than the cached tokens, the prefix is used. Returns
+        the chat, and the logits `[1, V]` after the last token. The logits are None if `stopped`
+        returned True, the cache is full, or all tokens were already cached.
         """
         logits, model, read = None, self.model, 0
         if chat.num_cached < len(chat.now.tokens):
@@ -243,7 +250,11 @@ class Speaker:
         return replace(chat, computed=chat.computed + chat.num_cached - num_cached)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
-        """Evict stored prefixes, or old turns if `on_full` is "slide"; None if no cell is freed."""
+        """Return a chat with more free cells; None if no cell is freed.
+
+        If evictions of stored prefixes free enough cells, only prefixes are evicted (`give_way`).
+        Otherwise, old turns are removed if `on_full` is "slide" (`slide`).
+        """
         if (found := give_way(chat, tokens)) is not None:
             return found
         if self.on_full != "slide":
@@ -286,11 +297,15 @@ class Speaker:
 
 
 def marks_of(chat: Chat) -> list[int]:
-    """Return the lengths of the prefixes to store: instructions, and all tokens except the last.
+    """Return the lengths of the prefixes of the current conversation to store.
 
-    Other conversations begin with the instructions. Another answer to the same message begins with
-    the computation of the last token. A state can be stored only after a forward pass, so a prefix
-    of a cache with states needs more than `SHORT` new tokens.
+    The first prefix is the instructions, since other conversations begin with them. The second
+    prefix is all tokens except the last, since another answer to the same message begins with the
+    computation of the last token. If `slide` removed tokens, only the first prefix is stored.
+
+    Prefixes that are already cached are left out. If the cache has states, a forward pass must end
+    at the end of each stored prefix. Therefore a prefix is also left out if it adds at most `SHORT`
+    tokens to the cached tokens or to the first prefix.
     """
     conversation, marks, before = chat.now, [], chat.num_cached
     for mark in (
@@ -314,10 +329,12 @@ def _read(
     sequence: jax.Array,
     count: jax.Array,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """Compute some first tokens of a sequence, padded to `[T]`, in one compiled shape.
+    """Compute the next `count` tokens of a sequence, the first `count` items of `tokens`.
 
-    Returns table, buffers, the logits after the last token, `[1, V]`, and `ok`, `[]` bool. The
-    buffers are donated. If `ok` is False, the cache is unchanged and the logits are meaningless.
+    The rest of `tokens` is padding, so that one compiled program serves all counts. Returns the
+    table, the buffers, the logits `[1, V]` after the last token, and the flag `ok` `[]` bool.
+    The buffers are donated. If `ok` is False, the cache is unchanged and the logits are
+    meaningless.
     """
     cache = jaxkv.Cache(table=table, buffers=buffers)
     index = jnp.arange(tokens.shape[0])
