@@ -48,8 +48,8 @@ class Engine:
 
     If the model function raises during tracing, the engine is unchanged. If a compiled program
     fails or is interrupted, the cache is lost, and methods that need the cache raise a
-    RuntimeError. Without the cache, `results` still returns ended requests, and `tokens_of` the
-    tokens of other requests.
+    RuntimeError. Without the cache, `results` still yields the results of ended requests, and
+    `tokens_of` still returns the generated tokens of each other request.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -83,7 +83,7 @@ class Engine:
       ValueError: If `prefill_chunk` exceeds the ubatch size of the cache.
       ValueError: If a name in `sampling_options` is unknown.
       ValueError: If a function of the constraint returns a wrong shape or dtype.
-      ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
+      ValueError: If `prefix_store` was made for another cache, uses all sequences of the cache, or
         is passed with `prefix_sequences`.
       TypeError: If the model function, the constraint or the store has the wrong type.
 
@@ -193,8 +193,8 @@ class Engine:
           ValueError: If there are too many stop tokens, or a sampling option is not allowed.
           ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
             is passed to an engine without a constraint.
-          ValueError: If even an empty cache has too few cells for the prompt; if `reserve` is True,
-            also if it has too few cells for the prompt and `max_new_tokens`.
+          ValueError: If even an empty cache has too few cells for the prompt, or, if `reserve` is
+            True, for the prompt and `max_new_tokens` tokens.
           TypeError: If the request is not a `Request`, its numbers are not integers, or its options
             are not a dict.
         """
@@ -396,7 +396,7 @@ class Engine:
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
-        """Compute a chunk of prompts; append a token to each request whose prompt it completes."""
+        """Compute a chunk of prompts; append a token to requests whose prompts end in the chunk."""
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
             refused = [text for text in texts if outcome.reasons[text.sequence]]
@@ -429,7 +429,10 @@ class Engine:
     def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
-        """Append tokens and end requests; return refused requests of streams where none ended."""
+        """Append generated tokens to requests, and end requests.
+
+        Return the requests whose plan was refused, except in streams in which a request ended.
+        """
         ended, refused = [], []
         for text in texts:
             row, samples = text.sequence, outcome.samples
@@ -457,7 +460,8 @@ class Engine:
     ) -> None:
         """Evict a stored prompt, or preempt a request, in the stream of each refused request.
 
-        If a stream has no stored prompt, its youngest request is preempted, or ends if it is alone.
+        If a stream has no stored prompt, the youngest request of the stream is preempted. If this
+        request is the only one in the stream, the request ends.
         """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return

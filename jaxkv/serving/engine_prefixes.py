@@ -110,7 +110,7 @@ class EnginePrefixes:
         return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 
     def fork_prefix(self, match: PrefixMatch, sequence: int) -> PrefixHit:
-        """Fork a matched prefix into a sequence; the hit has length 0 if too few cells are free."""
+        """Fork a matched prefix into a sequence; return length 0 if too few cells are free."""
         if self.store is None or match.prompt is None:
             return match.hit
         self._runner.cache, self.store, hit = self.store.fork_match(

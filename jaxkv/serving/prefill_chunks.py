@@ -79,7 +79,7 @@ def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
 
 @functools.cache
 def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
-    """Return the minimum cost of `count` tokens; a chunk of length n costs PASS + n.
+    """Return the minimum cost of chunks for `count` tokens; a chunk of length n costs PASS + n.
 
     >>> [_min_prompt_cost((8, 64), n) - PASS for n in (5, 8, 9, 64)]
     [8, 8, 40, 64]

@@ -97,7 +97,7 @@ class RequestState:
     sequence: Sequence id of the request; -1 while the request waits.
     num_computed_tokens: Number of tokens that were forked from the store or computed in chunks.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
-    branch_points: Lengths of prefixes to store, since other requests share these prefixes.
+    branch_points: Lengths of the prefixes to store, which other requests share.
     source: Stored prompt from which the request was resumed, or None.
     """
 
@@ -123,7 +123,7 @@ class RequestState:
 
     @property
     def prefill_target(self) -> int:
-        """Next value of `num_computed_tokens` at which a prefix is stored or the request runs."""
+        """Next value of `num_computed_tokens` at which a prefix is stored or generation starts."""
         return min(
             [cut for cut in self.branch_points if cut > self.num_computed_tokens]
             + [self.num_required_tokens]

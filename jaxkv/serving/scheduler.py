@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Assigns sequences of a cache to requests; evicts stored prompts if cells are needed."""
+    """Assigns sequences of a cache to requests; evicts stored prompts if requests need cells."""
 
     def __init__(
         self, table: CacheTable, *, limits: EngineConfig, reserve: bool, prefixes: EnginePrefixes
@@ -98,7 +98,7 @@ class Scheduler:
             self._waiting.remove(text)
 
     def preempt(self, text: RequestState) -> None:
-        """Free the sequence of a request; queue the request after older and before younger ones."""
+        """Free the sequence of a request; queue the request between older and younger requests."""
         self.remove_request(text)
         insort(self._waiting, text, key=lambda text: text.id)
 
@@ -109,7 +109,7 @@ class Scheduler:
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
-        """Try each free sequence, first without evictions; return whether the request fits."""
+        """Assign a free sequence, if possible without eviction; return whether a request fits."""
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )
@@ -122,7 +122,7 @@ class Scheduler:
     def _try_assign_sequence(
         self, text: RequestState, sequence: int, match: PrefixMatch, may_evict: bool
     ) -> bool:
-        """Return whether the request fits; if not, restore the cache and the store."""
+        """Assign a sequence and return True if the request fits; else restore cache and store."""
         past, near = (
             self._prefixes.cache_and_store,
             self._prefixes.is_in_same_stream(match, sequence),
@@ -151,7 +151,7 @@ class Scheduler:
         )
 
     def _num_required_cells(self, text: RequestState) -> int:
-        """Return how many cells a request needs, in total if `reserve`, else for the next step."""
+        """Return the number of cells for a request: in total if `reserves`, else for one step."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
@@ -160,7 +160,7 @@ class Scheduler:
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have cells for `lengths`, the numbers of tokens by sequence id."""
+        """Return which streams have enough cells; `lengths` maps ids to numbers of tokens."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

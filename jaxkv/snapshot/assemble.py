@@ -1,6 +1,7 @@
 """Parts of a cache that a snapshot saves, and names of the saved arrays.
 
-Each name is a tree path: `table.position`, `buffers.k.0`, or `table.parts.0.position` if hybrid.
+Each name is a tree path: `table.position`, `buffers.k.0`, or `table.parts.0.position` in a hybrid
+cache.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class NamedPart(NamedTuple):
 
 
 def name_parts(cache: Cache) -> list[NamedPart]:
-    """Return the parts of a cache; a cache that is not hybrid is its only part."""
+    """Return the parts of a hybrid cache; for another cache, the cache itself as the only part."""
     if not isinstance(cache.table, HybridTable):
         return [NamedPart(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [
@@ -78,7 +79,7 @@ def make_empty_cache(file: SnapshotFile) -> Cache:
 
 
 def cache_shapes(file: SnapshotFile) -> Cache:
-    """Return the shapes of the saved cache; raise a ValueError if description and arrays differ."""
+    """Return the shapes of the saved cache; raise if the arrays do not match the description."""
     check_dtypes(file)
     try:
         cache = jax.eval_shape(partial(make_empty_cache, file))

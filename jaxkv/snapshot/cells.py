@@ -260,7 +260,7 @@ def _unstack_layers(buffers: Buffers) -> Buffers:
 
 
 def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buffers:
-    """Replace the array of each layer by heads, split from the rows that `read` returns."""
+    """Read the rows of each layer with `read`, and split each row into heads."""
 
     def heads_of(stored: Values, head_dim: int) -> PyTree:
         def split(x: Array | LayerView, size: int) -> A:
@@ -324,7 +324,7 @@ def _buffer_shapes(
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
-    """Return the stream of a sequence, and the word and bit number of the owner flag."""
+    """Return the stream of a sequence, and the word index and bit index of its owner flag."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
@@ -338,8 +338,8 @@ def _assign_cells(
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
     """Return the number of cells to fill in each stream, and the source and owners of each cell.
 
-    A source is the index of a saved cell; n for unfilled cells. The numbers in the first array also
-    count saved cells that do not fit.
+    A source is the index of a saved cell; n for unfilled cells. The first array also counts the
+    saved cells for which a stream is too small.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -371,7 +371,7 @@ def _assign_cells(
 def _release_sequences(
     table: CellTable, evicted_below: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove each sequence whose entry of `evicted_below` is not -1, and store this entry.
+    """Remove sequences whose entry in `evicted_below` is not -1; copy these entries to the table.
 
     Also return the free cells, and the number of cells that a snapshot may fill in each stream.
     """
@@ -398,7 +398,7 @@ def _occupy_cells(
     origin: Int32[Array, "S N"],
     seed: UInt32[Array, ""],
 ) -> CellTable:
-    """Write restored cells into a table; each `cell_hash` is a hash of seed and saved index."""
+    """Write restored cells into a table; compute each `cell_hash` from `seed` and `origin`."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     new_cells = replace(rest, cell_hash=stamp, **fields)
@@ -406,7 +406,7 @@ def _occupy_cells(
 
 
 def _value_slice_bounds(v: Values) -> list[int] | None:
-    """Return the bounds of the key slice that is the value; None if values are stored."""
+    """If values are slices of keys, return the bounds of the slices; otherwise return None."""
     return [v.first, v.last] if isinstance(v, ValueSlice) else None
 
 

@@ -14,7 +14,8 @@ class CellDescription(TypedDict):
 
     static: static fields of the part's table, by field name.
     ropes: rope of each layer.
-    latent: for each layer, bounds of the key slice that is the value; None if values are stored.
+    latent: for each layer, the bounds of the slice of a key that is used as value; None if the
+      layer stores values.
     """
 
     kind: Literal["attention", "source"]
@@ -41,7 +42,7 @@ PartDescription = CellDescription | StateDescription
 
 
 class HybridDescription(TypedDict):
-    """Description of a hybrid cache, with the model layers of each part in `layers`."""
+    """Description of a hybrid cache; `layers` has the model layers of each part."""
 
     kind: Literal["hybrid"]
     layers: Json

@@ -105,17 +105,17 @@ def load(
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
     A new cache has the sizes of the saved cache, and tokens in the saved cells. The new cache has
-    the default `lanes` of the platform. If the saved cache has the same `lanes`, both caches give
-    bit-identical results. A ubatch that was planned for the saved cache is stale for the new cache
-    if a stream of the ubatch has saved tokens.
+    the default `lanes` of the platform. If the saved cache has the same `lanes`, the saved cache
+    and the new cache give bit-identical results. A ubatch that was planned for the saved cache is
+    stale for the new cache if a stream of the ubatch has saved tokens.
 
     If `into` is a cache, the saved sequences replace sequences of that cache. The saved and the
     existing cache may differ in numbers of cells, sequences and streams, and in placement. Free
     cells are chosen as for the tokens of a batch. With tiled placement, the saved cells first fill
-    empty tiles, in saved order. Evictable cells may be reused. Saved sequences that share cells
-    share cells again if their targets are in one stream. If the existing cache stores fewer states
-    of a sequence than the snapshot, only the newest states are loaded. If the snapshot is damaged
-    or does not fit, the existing cache is unchanged.
+    empty tiles, in saved order. Evictable cells may be reused. Sequences that share cells in the
+    snapshot also share cells in the existing cache if their target sequences are in one stream. If
+    the existing cache stores fewer states of a sequence than the snapshot, only the newest states
+    are loaded. If the snapshot is damaged or does not fit, the existing cache is unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.

@@ -41,8 +41,8 @@ def save(
       sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
       tokens: token ids by sequence id, returned by `snapshot.inspect`. They are not compared with
         the cache, which stores no tokens.
-      model_id: JSON value that identifies the model. `snapshot.load` raises for another `model_id`;
-        None on either side is not compared.
+      model_id: JSON value that identifies the model. `snapshot.load` raises if it is called with
+        another `model_id`. The ids are compared only if neither is None.
       notes: JSON value for any use, returned by `snapshot.inspect`.
 
     Returns:

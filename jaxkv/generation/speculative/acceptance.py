@@ -28,7 +28,7 @@ def verify_draft(
     """Accept or replace each of n draft tokens, and sample one token after the draft.
 
     The returned mask is True for a token if all draft tokens before the token were accepted. The
-    returned sampler state includes only the tokens in the mask.
+    returned sampler state is updated only with the returned tokens for which the mask is True.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -130,9 +130,9 @@ def _find_first_accepted(
 ) -> tuple[Int32[Array, " Z"], Float[Array, "Z V"]]:
     """Return the first accepted token of k branches (-1 if none), and logits of replacements.
 
-    After each rejection, the model probabilities p become max(p - q, 0), normalised. The rejected
-    token is removed from the draft probabilities q, since draft tokens are drawn without
-    replacement (Jeon et al., 2024, arXiv:2402.14160).
+    After each rejection, the model probabilities p become max(p - q, 0), normalised. Then the
+    probability of the rejected token in the draft probabilities q becomes 0, and q is normalised,
+    since draft tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)

@@ -31,7 +31,7 @@ class DraftTokens(NamedTuple):
     tokens: `[Z, n]`, or `[Z, k, n]` for k branches. Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
     adjusted: float32. Adjusted logits from which tokens were drawn; None if tokens are not random.
-      Branches with a common prefix draw their tokens after the prefix without replacement.
+      If branches share a prefix, their next tokens are drawn without replacement.
     """
 
     tokens: Int32[Array, "Z *k n"]
@@ -76,8 +76,9 @@ class Drafter(ABC):
 
         Returns:
           The drafter for `update`, and the `DraftTokens`: `tokens` int32 and `valid` bool, `[Z, n]`
-          or `[Z, k, n]`, and `adjusted`. If tokens are random, `adjusted` has the float32 logits
-          `[Z, n, V]` or `[Z, k, n, V]` of the draws; otherwise None.
+          or `[Z, k, n]`, and `adjusted`. If draft tokens are drawn at random, `adjusted` contains
+          the logits of the draws, float32 `[Z, n, V]` or `[Z, k, n, V]`; otherwise `adjusted` is
+          None.
 
         Raises:
           ValueError: If the state has another number of sequences than the drafter.
@@ -171,7 +172,8 @@ def prompt_lookup(
     """Make a drafter that copies the tokens after earlier occurrences of the last tokens.
 
     The drafter helps if outputs repeat earlier tokens, as in edits, summaries and code. If the last
-    tokens did not occur before, the step has no draft and computes one token.
+    `ngram` tokens of a sequence did not occur earlier, the sequence gets no draft in that step, and
+    the step generates one token.
 
     Args:
       prompts: Tokens of each sequence so far, a list of lists, or an array `[Z, n]` that is padded

@@ -59,7 +59,7 @@ class _DraftedTokens(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """Constants of `speculate`; `sequences` are the ids of branches, None for one branch."""
+    """Constants of `speculate`; `sequences` has the ids of branches, or is None if k is 1."""
 
     forward: Forward
     sampler: Sampler
@@ -111,7 +111,8 @@ def speculate(
     free cell, the sequence ends as in `decode`.
 
     In each step, one branch uses the drafted sequence, and each other branch uses an empty sequence
-    of the same stream. If too few sequences are empty when a call starts, there are fewer branches.
+    of the same stream. If a stream has too few empty sequences when a call starts, some drafts in
+    the stream have fewer than k branches.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -135,7 +136,7 @@ def speculate(
     Raises:
       ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
       ValueError: With several branches, if the cache has recurrent states, fewer than `Z * k`
-        sequences, or one sequence in each stream.
+        sequences, or only one sequence in each stream.
       ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
       ValueError: If drafter and state differ in Z, caches differ in Q, or a cache was donated.
       TypeError: If the drafter, the sampler, the state or `forward` has the wrong type.
@@ -291,7 +292,7 @@ def _append_rows(
     new: Shaped[Array, "Z n"],
     num_new: Int32[Array, " Z"],
 ) -> Shaped[Array, "Z steps"]:
-    """Write the first `num_new` new values of each sequence into its row, from index `start` on."""
+    """Copy the first `num_new` values of each row of `new` into `rows`, from index `start` on."""
     column = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(column < num_new[:, None], start[:, None] + column, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")

@@ -29,7 +29,8 @@ class TreeNodes(NamedTuple):
     """Tokens that the branches of Z sequences share.
 
     owns: `owns[t, i, j, m]` is True if tokens 0 to j are equal in branches i and m of sequence t.
-    first: True for a draft token that is computed, since no earlier branch shares the token.
+    first: True for a valid draft token that no earlier branch shares; only these tokens are
+      computed.
     """
 
     owns: Bool[Array, "Z k n k"]
@@ -104,8 +105,8 @@ def plan_tree(
 
     The table is the result of `fork_branches`. Ids in a row of `sequences` ascend; a missing branch
     has the id Q. A sequence has 1 + k * n outputs: one for the last sampled token, then one for
-    each draft token, branch by branch. If branches share a token, only its output in the first of
-    these branches is defined.
+    each draft token, branch by branch. If branches share a token, only the output of the token in
+    the first of these branches is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeDraftModel(DraftModel):
-    """Drafter of `draft_model` with several branches; `guessed` are tokens of the last draft."""
+    """Drafter of `draft_model` with several branches; `guessed` contains the last draft."""
 
     guessed: Int32[Array, "Z k n"]
     sequences: Int32[Array, "Z k"]
@@ -37,7 +37,7 @@ class TreeDraftModel(DraftModel):
         active: Bool[Array, " Z"],
         at: Int32[Array, " Z"],
     ) -> tuple[TreeDraftModel, DraftTokens]:
-        """Start k branches with the k best tokens, and extend each branch token by token."""
+        """Start k branches with k distinct tokens, and extend each branch token by token."""
         check_state_size(self, state)
         table = self.cache.table
         last = last_positions(table)[state.sequence]

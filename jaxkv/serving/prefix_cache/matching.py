@@ -39,7 +39,10 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return a mask of resumable prefix lengths, and the `MissReason` of the full length."""
+    """Return a mask of the prefix lengths that can be resumed, and a `MissReason`.
+
+    The reason is NONE if all n tokens can be resumed; otherwise it says why they cannot.
+    """
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -117,7 +120,7 @@ def _has_same_content(
 def _has_unbroken_prefix(
     cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
 ) -> Bool[Array, " n"]:
-    """Return a mask of `positions`: each earlier token is in an unshifted cell, or was evicted."""
+    """Return whether all tokens before each position are in unshifted cells, or were evicted."""
     evicted_below, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < evicted_below, END, own_positions))

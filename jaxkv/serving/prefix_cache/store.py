@@ -43,7 +43,7 @@ class PrefixStore:
     traced, or has another spec than the store.
 
     prompts: The stored prompts, least recently used first.
-    evicted: Tokens of the last `len(sequences)` evicted prompts, latest last.
+    evicted: Tokens of the last `len(sequences)` evicted prompts, most recently evicted last.
 
     llama.cpp: `cache_prompt` of the server.
     """
@@ -113,8 +113,9 @@ class PrefixStore:
 
         After the fork, the sequence contains only the first `hit.length` tokens of the prompt.
         Compute the rest of the prompt next. The last token of the prompt is never forked, since
-        logits are not stored. Of equally long prefixes, one in the stream of `seq` is preferred.
-        If a copy from another stream does not fit, `hit.length` is 0, and the sequence is empty.
+        logits are not stored. If several prefixes are equally long, a prefix in the stream of `seq`
+        is preferred. If a copy from another stream does not fit, `hit.length` is 0, and the
+        sequence is empty.
 
         Args:
           cache: The cache of the store.
@@ -152,10 +153,11 @@ class PrefixStore:
         prompts will diverge, such as the end of a common prefix.
 
         A prompt that is already stored is not stored again. The new prompt replaces a stored prompt
-        that is a prefix of the new prompt. The stored prompt is kept if it can be resumed at a
-        position at which the new prompt cannot. If the store has no empty sequence, or exceeds its
-        limit of cells, the least recently used prompts are evicted. If the store has no sequence in
-        the stream of `seq`, the prompt is copied to a store sequence in another stream.
+        that is a prefix of the new prompt. The new prompt does not replace a stored prompt that can
+        be resumed at a position at which the new prompt cannot be resumed. If the store has no
+        empty sequence, or exceeds its limit of cells, the least recently used prompts are evicted.
+        If the store has no sequence in the stream of `seq`, the prompt is copied to a store
+        sequence in another stream.
 
         Args:
           cache: The cache of the store.
@@ -365,7 +367,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return store sequences in the stream of `seq`; without any, all store sequences."""
+        """Return the store sequences in the stream of `seq`, or all if none is in it."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
