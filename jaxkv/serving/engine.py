@@ -246,7 +246,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Submit requests, run steps until all of them have ended, and return their outputs.
 
-        With `prefix_sequences`, a prompt of at least 26 tokens is computed once for all samples.
+        If the engine has a prefix store, the samples of a request share one computation of its
+        prompt, provided that the prompt has at least 26 tokens.
 
         Args:
           requests: Requests to submit.

@@ -114,8 +114,8 @@ def load(
     cells are chosen as for the tokens of a batch. With tiled placement, the saved cells first fill
     empty tiles, in saved order. Evictable cells may be reused. Sequences that share cells in the
     snapshot also share cells in the existing cache if their target sequences are in one stream. If
-    the existing cache stores fewer states of a sequence than the snapshot, only the newest states
-    are loaded. If the snapshot is damaged or does not fit, the existing cache is unchanged.
+    the existing cache stores fewer states of a sequence than the snapshot contains, only the newest
+    states are loaded. If the snapshot is damaged or does not fit, the existing cache is unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.

@@ -1,6 +1,7 @@
 """Snapshots of recurrent caches: n saved states; a shared state is saved once.
 
-If the target cache stores fewer states than the snapshot, only the newest states are loaded.
+If the target cache stores fewer states of a sequence than the snapshot contains, only the
+newest states are loaded.
 """
 
 from __future__ import annotations
