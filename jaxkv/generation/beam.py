@@ -63,7 +63,7 @@ def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
 
 
 def is_filled(texts: BeamTexts) -> Bool[Array, " k"]:
-    """Return which of k entries contain a hypothesis."""
+    """Return which of the k entries of `texts` contain a hypothesis."""
     return texts.scores != -jnp.inf
 
 
@@ -74,7 +74,10 @@ def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Fl
 def select_best_texts(
     first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
 ) -> BeamTexts:
-    """Return the k best of 2 * k hypotheses by normalised score; equal scores keep their order."""
+    """Return the k hypotheses with the highest normalised scores, from 2 * k hypotheses.
+
+    If hypotheses have equal scores, those of `first` are preferred, then those with a lower index.
+    """
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
@@ -99,7 +102,11 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " k"], BeamSearch]:
-    """Extend beams by one token; if a logit is NaN or +inf, change only the field `reason`."""
+    """Extend each beam by one token; return the parent of each new beam, and the new state.
+
+    If a logit of a beam is NaN or +inf, no beam is extended, and only the field `reason` of the
+    state changes.
+    """
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
@@ -154,13 +161,17 @@ def beam(
     except tokens with a logit of -inf:
 
     - The k best extensions without a stop token are the next beams.
-    - Extensions with a stop token are finished if they are among the k best of all extensions.
+    - An extension with a stop token is a finished hypothesis if it is among the k best of all
+      extensions; otherwise it is discarded.
+    - If extensions have equal scores, the lower beam index is preferred, then the lower token id.
 
-    The candidates are all finished hypotheses, and the beams of the last step. The result has the k
-    candidates with the highest normalised scores. Equal scores are ordered by beam, then by token.
-    The search ends after n tokens, or when no further token of a beam can change the result. A
-    refused plan (for example, no cell is free) or a logit of NaN or +inf also ends the search, with
-    a `reason`.
+    The result has the k hypotheses with the highest normalised scores, from all finished hypotheses
+    and the beams of the last step. If normalised scores are equal, finished hypotheses are
+    preferred.
+
+    The search ends after n tokens, or when no further token of a beam can change the result. The
+    search also ends if a plan is refused (for example, because no cell is free), or if a logit is
+    NaN or +inf; the field `reason` of the result contains the cause.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -171,7 +182,8 @@ def beam(
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
       stop_tokens: A list or set of tokens that end a hypothesis; -1 is padding.
       sequences: `[k]`. Sequence ids of the beams, 0 to k - 1 by default. If 1 < S < Q, all ids must
-        be in one stream. Forks of the first beam sequence replace the other beam sequences.
+        be in one stream. When the search starts, forks of the first beam sequence replace the
+        other beam sequences.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
@@ -180,15 +192,20 @@ def beam(
       A `BeamResult` with the best hypothesis first. Its fields are `cache` and these arrays:
 
       - `tokens` `[k, n]` int32: the tokens of each hypothesis, with -1 after the end.
-      - `scores` `[k]` float32: the scores, not normalised; -inf for a missing hypothesis.
-      - `lengths` and `num_cached` `[k]` int32: the numbers of tokens, and of cached tokens.
+      - `scores` `[k]` float32: the score of each hypothesis, not normalised. If the search found
+        fewer than k hypotheses, the last entries are -inf.
+      - `lengths` `[k]` int32: the number of tokens of each hypothesis.
+      - `num_cached` `[k]` int32: the number of tokens of each hypothesis that are in the cache.
       - `reason` `[]` int32: a `Reason`, such as OUT_OF_CELLS, or OK.
 
-      Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. An
-      unfinished hypothesis is cached except for its last token. The first tokens of a finished
-      hypothesis are cached if a beam of the last step begins with them. To continue hypothesis i,
-      compute its tokens from index `num_cached[i]` on. If beam sequence i cannot be shortened (no
-      state is stored, or cells are evicted), it is empty and `num_cached[i]` is -1.
+      Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. Of
+      an unfinished hypothesis, all tokens but the last are cached. Of a finished hypothesis, the
+      longest prefix is cached that it shares with the cached tokens of a beam of the last step. To
+      continue hypothesis i, compute its tokens from index `num_cached[i]` on.
+
+      If the tokens after this prefix cannot be removed from beam sequence i, the sequence is empty
+      and `num_cached[i]` is -1. This happens if no recurrent state is stored at the end of the
+      prefix, or if the next token would attend to evicted cells.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not one list.

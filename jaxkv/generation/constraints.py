@@ -24,9 +24,10 @@ class Constraint:
 
     The method `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies
     its constraint only to requests that have a `constraint_state`. The functions `allowed` and
-    `advance` can call a grammar library with `jax.pure_callback`. Pass the same two functions every
-    time: other functions are compiled again. To use several grammars in an engine, concatenate
-    their transition tables, and start each request in the first state of its grammar.
+    `advance` can call a grammar library with `jax.pure_callback`. Use the same two function objects
+    in every `Constraint`, since loops are compiled again for other functions. To use several
+    grammars in an engine, concatenate their transition tables. Then pass the first state of a
+    grammar as the `constraint_state` of each request with this grammar.
 
     first: State before the first generated token, a pytree of arrays; it does not depend on the
       prompt. All states have the shapes of `first`.
@@ -105,7 +106,7 @@ class ConstrainedSampler(Sampler):
         return first, self.sampler.init(prompts)
 
     def adjust(self, logits: Float[Array, "Z V"], state: PyTree) -> Float[Array, "Z V"]:
-        """Set float32 logits of disallowed tokens to -inf, then apply the wrapped sampler."""
+        """Set logits of disallowed tokens to -inf, then call `adjust` of the wrapped sampler."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:

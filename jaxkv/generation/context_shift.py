@@ -1,4 +1,7 @@
-"""Context extension: remove old tokens (`context_shift`), or share positions (`self_extend`)."""
+"""Context extension: removal of old tokens, or shared positions.
+
+`context_shift` removes tokens. `self_extend` moves groups of tokens to one position each.
+"""
 
 from __future__ import annotations
 
@@ -95,18 +98,22 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    The first `width` ungrouped tokens are divided into groups. The call repeats this while at least
-    `width` tokens are ungrouped. Each group moves to one position, and later tokens get lower
-    positions. Distances to far tokens are then approximate; distances to near tokens are exact.
-    Keys are rotated, not recomputed. No cell becomes free.
+    The first `width` ungrouped tokens are divided into groups of `group` tokens. Each group moves
+    to one position, and later tokens get lower positions. The call repeats these steps while at
+    least `width` tokens are ungrouped. After the call, distances from new tokens to grouped tokens
+    are approximate, and distances to ungrouped tokens are exact. Keys are rotated, not recomputed.
+    No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
-    After a grouping, positions are not unique, and `can_seq_add` is False for ranges with tokens.
+    Since positions are not unique after a grouping, `can_seq_add` is False for each range of the
+    sequence that contains tokens.
 
     Args:
       cache: A cache without recurrent states.
-      seq: Id of the sequence. The next token of the sequence gets the last position plus 1.
-      grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
+      seq: Id of the sequence. After the call, the next token of the sequence gets the new last
+        position plus 1.
+      grouped: Number of grouped positions. Pass 0 in the first call of a sequence, and the field
+        `grouped` of the last result in each later call.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
@@ -117,10 +124,11 @@ def self_extend(
       of these reasons:
 
       - Another sequence shares the cell of a token that would move.
-      - Two tokens share a position that is not below `grouped`. The reason is an edit, or a value
-        of `grouped` below that of the last result.
-      - The argument `grouped` exceeds the next position, or is not a multiple of `width // group`.
-      - The next position, multiplied by `group`, exceeds 2**31 - 1.
+      - Two tokens share a position that is not below the argument `grouped`. This happens if the
+        argument is below the field `grouped` of the last result, or after an edit.
+      - The argument `grouped` is below 0 or exceeds the next position of the sequence.
+      - The argument `grouped` is not a multiple of `width // group`.
+      - The next position of the sequence, multiplied by `group`, exceeds 2**31 - 1.
       - The next token would attend to an evicted cell.
 
     Raises:

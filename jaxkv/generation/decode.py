@@ -61,13 +61,15 @@ def decode(
     - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or a logit is NaN or +inf.
     - The plan of the next token is refused, for example because no cell is free. The `jaxkv.Reason`
-      is in `finish_reason`. Other sequences continue, and no visible cell is overwritten.
-    - An edit changed the last cached token after the state was made (`Reason.EDITED`).
+      is in `finish_reason`. Other sequences continue. Cells to which a sequence can still attend
+      are not overwritten.
+    - An edit changed the last cached token of the sequence after the state was made
+      (`Reason.EDITED`).
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
-      cache: The cache after the prompts.
+      cache: The cache that contains the prompts, or the cache in the result of an earlier call.
       state: State of each sequence, from `init_decode` or the result of an earlier call.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: The sampler passed to `init_decode`, or a sampler that differs from it only in
@@ -83,12 +85,14 @@ def decode(
         with -1 after the end of a sequence. The method `lists()` omits the padding. The token that
         `init_decode` sampled is in the result of `init_decode`.
       - `logprobs` `[Z, num_tokens]` float32 are the log-probabilities under the unadjusted logits.
-      - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence; OK also if a stop token
-        or the limit ended it. `state.active` `[Z]` is False for sequences that have ended.
+      - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence. The reason is OK unless a
+        refused plan, an edit, or a logit of NaN or +inf ended the sequence. `state.active` `[Z]` is
+        False for sequences that have ended.
 
     Raises:
-      ValueError: If arrays of the state or the sampler are for different numbers of sequences, or
-        the state was made for another kind of sampler.
+      ValueError: If the arrays of the state and of the sampler are not all for the same number of
+        sequences.
+      ValueError: If the state was made for another kind of sampler.
       ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, the cache was donated, or stop tokens are misshapen.
       ValueError: If the model function returns wrong results, see `generation.model_step`.

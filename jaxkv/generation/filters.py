@@ -48,7 +48,7 @@ EVERY = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilterSampler(Sampler):
-    """Sampler of `make_sampler`; a filter or penalty is skipped if its field is None."""
+    """Sampler that `make_sampler` returns; it skips filters and penalties whose field is None."""
 
     temperature: Float[Array | np.ndarray, "*n"] | None
     top_k: Int32[Array | np.ndarray, "*n"] | None
@@ -61,7 +61,7 @@ class FilterSampler(Sampler):
 
     @property
     def is_random(self) -> bool:
-        """Whether the sampler has a temperature."""
+        """Whether `temperature` is not None, so that tokens are drawn at random."""
         return self.temperature is not None
 
     @property
@@ -70,7 +70,10 @@ class FilterSampler(Sampler):
         return any(penalty is not None for penalty in penalties)
 
     def init(self, prompts: Int[Array | np.ndarray, "Z n"]) -> PyTree:
-        """Return the last prompt tokens, padded with -1; without penalties, an empty tuple."""
+        """Return the last `penalty_last_n` tokens of each prompt, padded in front with -1.
+
+        Without penalties, return an empty tuple.
+        """
         for name in OPTIONS:
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):
@@ -151,12 +154,14 @@ def make_sampler(
     skipped unless its number is traced.
 
     Args:
-      temperature: Divisor of logits, at least 0. With 0 the token with the highest logit is taken,
-        and `top_k`, `top_p` and `min_p` have no effect.
+      temperature: Divisor of logits, at least 0. If the temperature is 0, the token with the
+        highest logit is chosen, and `top_k`, `top_p` and `min_p` have no effect.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Of the tokens that `top_k` keeps, keep the most probable tokens, until their total
-        probability reaches `top_p` (above 0, at most 1).
-      min_p: Keep tokens with at least `min_p` times the highest probability; from 0 to 1.
+      top_p: Keep the most probable tokens, in descending order, until their total probability
+        reaches `top_p` (above 0, at most 1). Probabilities are normalised over the tokens that
+        `top_k` keeps.
+      min_p: Keep each token whose probability is at least the highest probability multiplied by
+        `min_p` (from 0 to 1).
       repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative logits of
         recent tokens; above 0.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
@@ -165,10 +170,11 @@ def make_sampler(
 
     Returns:
       A sampler that applies penalties, top-k, top-p, min-p and the temperature, in this order, as
-      llama.cpp does. With a temperature, the sampler also subtracts the highest logit. Tokens with
-      the same logit as the last kept token are also kept. `sampler.init(prompts)` returns the
-      recent tokens, `[Z, penalty_last_n]`, or `()` without penalties. This state is the second
-      argument of `sampler.adjust`, which returns the adjusted logits `[Z, V]`.
+      llama.cpp does. Before the sampler divides by a temperature above 0, it subtracts the highest
+      logit from all logits. Top-k and top-p also keep all tokens whose logit equals the lowest kept
+      logit. `sampler.init(prompts)` returns the recent tokens, `[Z, penalty_last_n]`, or `()`
+      without penalties. This state is the second argument of `sampler.adjust`, which returns the
+      adjusted logits `[Z, V]`.
 
     Raises:
       ValueError: If a number is out of its range after conversion to float32 or int32.
@@ -229,10 +235,10 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "Z V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "Z V"]:
-    """Return a mask of the highest logits, as few as reach a total weight of `min_weight`.
+    """Return a mask of the highest logits, with a total weight of at least `min_weight`.
 
-    Equal logits have equal mask values. If the sum of all weights is below `min_weight`, the mask
-    is True everywhere.
+    The mask has as few True values as possible, except that equal logits have equal mask values. If
+    the sum of all weights is below `min_weight`, the mask is True everywhere.
     """
     rank = _to_ordered_integers(logits)
     top = jnp.uint32(1 << 31)

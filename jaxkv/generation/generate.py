@@ -69,8 +69,8 @@ def generate(
       params: Model parameters, any pytree.
       prompts: P lists of tokens, each with at least one token, or an array `[P, n]` with -1 as
         padding. Tokens are not compared with the vocabulary.
-      spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
-        longest prompt and `max_new_tokens`.
+      spec: Spec of a new cache. The cache gets a stream for each sequence. Each stream has at least
+        enough cells for the longest prompt and `max_new_tokens` new tokens.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
         `i * num_samples`; the sequences of the other samples of the prompt become forks of this
         sequence. The input cache stays valid; its buffers are copied once.
@@ -198,7 +198,7 @@ def _fold_samples(
     seed: Integer[Array, ""] | Key[Array, ""],
     indices: tuple[Int32[Array, " Z"], Int32[Array, " Z"]],
 ) -> Key[Array, " Z"]:
-    """Fold prompt and sample indices into a seed; sample 0 gets the key of the prompt."""
+    """Fold the prompt index of each sample into the seed, then the sample index unless it is 0."""
     fold = jax.vmap(jax.random.fold_in)
     prompt, sample = indices
     keys = fold(

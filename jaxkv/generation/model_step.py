@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
-"""Function `(params, cache, ubatch) -> cache, logits [O, V]`; the ubatch is already applied."""
+"""Function `(params, cache, ubatch) -> cache, logits [O, V]`, called after `apply`."""
 
 
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
     """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`.
 
-    The step applies the ubatch and donates the buffers. The step stays cached until the model
-    function is deleted.
+    The step applies the ubatch and donates the buffers. Calls with the same model function return
+    the same step, until the model function is deleted.
     """
     return cached_program(_build_step_program, forward)
 
@@ -42,9 +42,9 @@ def model_step(
 ) -> tuple[Cache, Float[Array, "O V"]]:
     """Apply a ubatch and run the model; return the cache and the logits.
 
-    `prefill` and `decode` make such steps. Call `model_step` in your own loop, inside of `jit`. If
-    the ubatch is refused (no cell is free) or stale, the cache is unchanged, and the logits are
-    undefined: read `Plan.ok`.
+    `prefill` and `decode` call this function. In your own loop, call `model_step` inside of `jit`.
+    If the ubatch is refused (for example, because no cell is free) or stale, the cache is
+    unchanged, and the logits are undefined. Read `Plan.ok` to detect a refused ubatch.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.

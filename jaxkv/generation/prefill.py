@@ -37,9 +37,10 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`; the ubatch is already
-        applied, and applying it again has no effect. Pass the same function, or the same method of
-        one object, in every call: a new lambda in each call would be compiled each time.
+      forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`. The ubatch is already
+        applied to the cache, and applying it again has no effect. Pass the same function, or the
+        same method of one object, in every call: a new lambda in each call would be compiled each
+        time.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
@@ -50,13 +51,18 @@ def prefill(
         donate the arguments of the jitted function instead.
 
     Returns:
-      A `PrefillResult`: `cache`, `logits` `[n, V]` and `sequences` `[n]` int32 (ids) of the n
-      output tokens in batch order, `ok` `[]` bool, and `reason` `[Q]` int32. By default, the last
-      token of each sequence of the batch is an output token.
+      A `PrefillResult` with the fields below. By default, the last token of each sequence of the
+      batch is an output token.
+
+      - `cache`: the cache after the batch.
+      - `logits` `[n, V]`: the logits of the n output tokens, in the order of the batch.
+      - `sequences` `[n]` int32: the sequence id of each output token.
+      - `ok` `[]` bool and `reason` `[Q]` int32: see `Plan`.
 
       Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
-      bit, and the logits are undefined. Inside of `jit`, the result is padded: the first n rows of
-      logits `[O, V]` belong to the n output tokens; the other rows have the sequence id -1.
+      bit, and the logits are undefined. Inside of `jit`, `logits` and `sequences` have O rows
+      instead of n. The first n rows are those of the output tokens. The other rows are padding: in
+      these rows, `sequences` is -1.
 
     Raises:
       PlanRefusedError: If the batch is refused, for example because too few cells are free, see
@@ -64,7 +70,7 @@ def prefill(
       ValueError: If the batch is empty, or a list of tokens is empty.
       ValueError: If a concrete sequence id is not in the cache, or a token in a list or a NumPy
         array is negative.
-      ValueError: If the plan is stale or has another number of tokens.
+      ValueError: If the plan is stale, or if plan and batch have different numbers of tokens.
       ValueError: If both `plan` and `ubatch_size` are passed.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
       TypeError: If the plan is not a `Plan`, tokens are not integers, or `forward` is not a
@@ -115,7 +121,7 @@ def prefill(
 
 
 def _sequences_of_outputs(ubatch: Ubatch) -> Any:
-    """Return the sequence id of each output of a ubatch, `[O]` int32; -1 for padding."""
+    """Return the sequence id of each output token of a ubatch, `[O]` int32; -1 for padding."""
     xp = np if is_concrete(ubatch.sequences, ubatch.outputs, ubatch.output_index) else jnp
     sequences, outputs, order = map(
         xp.asarray, (ubatch.sequences, ubatch.outputs, ubatch.output_index)
@@ -156,10 +162,10 @@ def warm_up(
 ) -> Cache:
     """Compile the programs of `prefill`; return the unchanged cache.
 
-    The model has a program for `ubatch_size` tokens, and for each lower power of two. Planning is
-    compiled for prompts of up to `longest` tokens. A later `prefill` of one prompt of up to
-    `longest` tokens compiles nothing if only the last token of the prompt is an output. Other calls
-    may compile small programs.
+    For one sequence, the model is compiled for ubatches of `ubatch_size` tokens, and of each power
+    of two below `ubatch_size`. Planning is compiled for prompts of up to `longest` tokens. A later
+    `prefill` of one prompt of up to `longest` tokens compiles nothing if only the last token of the
+    prompt is an output token. Other calls may compile small programs.
 
     To compile a loop such as `decode`, call the loop once with a state of ended sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.
@@ -169,17 +175,18 @@ def warm_up(
       params: Model parameters, any pytree.
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      sequences: Sequence ids of a later batch. With more than 8 ids, or with ids of several
-        streams, call `warm_up` once for each number of ids in later batches.
-      longest: Maximum length of prompts whose planning is compiled; by default, one ubatch.
+      sequences: Sequence ids of a later batch. If later batches have more than 8 sequences, or
+        sequences of several streams, call `warm_up` once for each number of sequences.
+      longest: Maximum length of prompts whose planning is compiled. The default is `ubatch_size`
+        divided by the number of sequence ids. A lower value is raised to the default.
       donate: Value of `donate` in later calls of `prefill`. If False, this call copies the buffers,
         and needs twice their memory. If True, the input cache becomes invalid.
 
     Raises:
       TypeError: If `forward` is not a function, or a number is not an integer.
       ValueError: If no sequence id is given, or an id is not in the cache.
-      ValueError: If a size is below 1, or `ubatch_size` exceeds the `ubatch_size` for which a cache
-        with a window was made.
+      ValueError: If `ubatch_size` or `longest` is below 1.
+      ValueError: If the argument `ubatch_size` exceeds the `ubatch_size` of the cache.
 
     Examples:
       >>> compiled = []

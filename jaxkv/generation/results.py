@@ -42,8 +42,10 @@ class DecodeResult(NamedTuple):
     tokens: Sampled tokens; -1 after the end of a sequence. The last token of a sequence is not in
       the cache yet. None in the result of `init_decode` with the argument `tokens`.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
-      of a sequence. NaN if a logit of NaN or +inf ended the sequence.
-    num_model_steps: Number of model steps in which a sequence was active, refused steps included.
+      of a sequence. If a logit of NaN or +inf ended the sequence, the first entry after its tokens
+      is NaN.
+    num_model_steps: For each sequence, the number of model steps in which the sequence was active,
+      including steps whose plan was refused.
     num_drafted: Number of draft tokens of each sequence.
     num_accepted: Number of accepted draft tokens, stop tokens included.
     drafter: The drafter for the next call of `speculate`.
@@ -60,7 +62,11 @@ class DecodeResult(NamedTuple):
 
     @property
     def finish_reason(self) -> Int32[Array, " Z"]:
-        """A `Reason` for each sequence: OK unless an error or a refused plan ended the sequence."""
+        """A `Reason` for each sequence.
+
+        The reason is OK unless a refused plan, an edit, or a logit of NaN or +inf ended the
+        sequence.
+        """
         return self.state.reason
 
     def lists(self) -> list[list[int]]:
@@ -75,9 +81,11 @@ class DecodeResult(NamedTuple):
 class BeamResult(NamedTuple):
     """Result of `beam`: the k best hypotheses of at most n tokens, best first.
 
-    cache: The cache after the search, with hypothesis i in the i-th beam sequence.
+    cache: The cache after the search. The i-th beam sequence contains the prompt and the cached
+      tokens of hypothesis i.
     tokens: Tokens of each hypothesis; -1 after the end.
-    scores: float32. Log-probability of all tokens of a hypothesis; -inf for a missing hypothesis.
+    scores: float32. Log-probability of all tokens of each hypothesis; -inf in the last entries if
+      fewer than k hypotheses were found.
     lengths: Number of tokens of each hypothesis, including a stop token.
     num_cached: Number of cached tokens of each hypothesis; -1 if the beam sequence is empty.
     reason: The `Reason` of a refused plan that ended the search, NONFINITE_LOGITS, or OK.

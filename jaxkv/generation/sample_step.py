@@ -56,16 +56,17 @@ def init_decode(
     seed: Seeds = 0,
     prompts: Prompts | None = None,
 ) -> DecodeResult:
-    """Make the initial state of sequences, with a sampled or given first token.
+    """Make the initial state of sequences; sample first tokens from `logits`, or use `tokens`.
 
     Args:
-      cache: The cache after the prompts.
+      cache: The cache that contains the prompts.
       logits: The result of `prefill`, or logits `[Z, V]` of the last prompt token of each sequence.
         For forks of a prompt, repeat the logits of the prompt (`jnp.repeat`).
       tokens: `[Z]`. First tokens to use instead of `logits`. The cache does not contain the tokens
         yet.
       sequences: `[Z]`. Sequence ids; not allowed with the result of `prefill`, which has ids.
-        Required with logits `[Z, V]` if Z is above 1; otherwise 0 to Z - 1 by default.
+        Required if `logits` is an array `[Z, V]` and Z is above 1. With `tokens`, or if Z is 1, the
+        default is 0 to Z - 1.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
       max_new_tokens: `[]` or `[Z]`. Maximum number of tokens to sample for each sequence, including
@@ -85,8 +86,8 @@ def init_decode(
       ValueError: If both or neither of the arguments `logits` and `tokens` are passed.
       ValueError: If logits are not floats `[Z, V]`, or Z is above 1 without sequence ids.
       ValueError: If sequence ids are passed with the result of `prefill`.
-      ValueError: If logits have more rows than there are sequences. A traced `prefill` returns
-        padded rows.
+      ValueError: If logits have more rows than the cache has sequences. The cause can be a
+        `prefill` inside of `jit`, whose logits have rows of padding.
       ValueError: If logits are passed for a sequence that is empty in a concrete cache.
       ValueError: If arguments, including the sampler, are for different numbers of sequences.
       ValueError: If a concrete token or limit is below 0, or a concrete seed is not a uint32.
@@ -218,7 +219,10 @@ def sample_next_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#Z n"],
     active: Bool[Array, " Z"],
 ) -> tuple[DecodeState, Int32[Array, " Z"], Float[Array, " Z"]]:
-    """Sample a token for each active sequence, or -1 if no token is allowed; update the state."""
+    """Sample a token for each active sequence; return the state, tokens and log-probabilities.
+
+    The token is -1 if the sequence is inactive, no token is allowed, or a logit is NaN or +inf.
+    """
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
     token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, state.draw_index))

@@ -16,13 +16,13 @@ class Sampler:
     """Base class of samplers, which adjust logits before tokens are sampled.
 
     Make a sampler with `make_sampler` or `Constraint.constrain`, or write a subclass. A subclass is
-    a dataclass with the pure methods `init`, `adjust` and `update`, registered with
-    `jax.tree_util.register_dataclass`. Each method processes Z sequences independently in one call.
+    a dataclass that is registered with `jax.tree_util.register_dataclass`. Its methods `init`,
+    `adjust` and `update` are pure. Each method processes Z sequences independently in one call.
     """
 
     @property
     def is_random(self) -> bool:
-        """Whether tokens are drawn at random; if False, the highest logit is taken."""
+        """Whether tokens are drawn at random; if False, the highest logit determines the token."""
         return True
 
     def init(self, prompts: Int[Array | np.ndarray, "Z n"]) -> PyTree:
@@ -43,7 +43,7 @@ class Sampler:
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " Z"]) -> PyTree:
-        """Return the sampler state after new tokens; the token -1 means that none was sampled.
+        """Return the sampler state after new tokens; -1 for sequences without a sampled token.
 
         Loops discard the new state of a sequence without a sampled token.
         """
@@ -64,7 +64,10 @@ def check_sampler(sampler: object) -> Sampler:
 def adjust_logits(
     sampler: Sampler, logits: Float[Array, "Z V"], state: PyTree
 ) -> Float[Array, "Z V"]:
-    """Return adjusted logits; all are NaN for a sequence with a logit of NaN or +inf."""
+    """Return adjusted logits.
+
+    If a logit of a sequence is NaN or +inf, all adjusted logits of the sequence are NaN.
+    """
     # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 

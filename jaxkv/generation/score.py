@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens. Common prefixes are computed once."""
+"""Log-probabilities of given tokens. Common prefixes of texts or prompts are computed once."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ def score(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding_rules: ShardingRules | None = None,
 ) -> Float[Array, "Z n"]:
-    """Return the log-probability of each token of each text, differentiable in the parameters.
+    """Return the log-probability of each token of each text.
 
-    Each prompt is computed once for all texts that follow the prompt. Common prefixes of concrete
-    prompts are also computed once. Without prompts, common prefixes of concrete texts are computed
-    once. At most 3 prefixes of a prompt or text are shared. The shortest has at least 16 tokens;
-    each longer prefix has at least 16 more tokens than the next shorter prefix. Lengths of lists
-    are rounded up, so that similar calls share a compiled program.
+    The result is differentiable with respect to `params`. Each prompt is computed once for all
+    texts that follow the prompt. Common prefixes of concrete prompts are also computed once.
+    Without prompts, common prefixes of concrete texts are computed once. Lengths of lists are
+    rounded up, so that similar calls share a compiled program.
+
+    At most 3 prefixes of each prompt or text are shared. The shortest shared prefix has at least 16
+    tokens. Each longer shared prefix has at least 16 more tokens than the next shorter one.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -63,11 +65,12 @@ def score(
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
-      Log-probabilities `[Z, n]` in float32: 0 for padding, and for the first token of a text
-      without a prompt; NaN for a token whose logits contain NaN or +inf. If texts or prompts are
-      traced, the result is also NaN for tokens past the vocabulary, and for texts with an empty
-      prompt. For an array of texts, the result has the shape of the array. For lists, n is at least
-      the length of the longest text.
+      Log-probabilities `[Z, n]` in float32. The entries for padding are 0, and so is the entry for
+      the first token of a text without a prompt. An entry is NaN if the logits that predict the
+      token contain NaN or +inf. If texts or prompts are traced, entries are also NaN for tokens
+      past the vocabulary, and for texts with an empty prompt. If `texts` is an array, the result
+      has the shape of the array. If `texts` is a list, n is at least the length of the longest
+      text.
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
@@ -77,7 +80,7 @@ def score(
       ValueError: If the spec has cross-attention.
       TypeError: If tokens are not integers, the spec is not a `CacheSpec`, or `forward` is not a
         function.
-      TypeError: If `sharding_rules` are not `ShardingRules` of names.
+      TypeError: If `sharding_rules` is not a `ShardingRules` with names of mesh axes.
 
     Examples:
       A model that predicts the next number with a probability of 0.7:
@@ -130,7 +133,10 @@ def score(
 def _index_of_rows(
     rows: Int32[Array | np.ndarray, "Z n"], of: TrieLevel | Int32[np.ndarray, "Z m"]
 ) -> Int32[Array | np.ndarray, "Z n"]:
-    """Return the index of each token of `rows` in the flat array of scores; -1 for padding."""
+    """Return the index of each token of `rows` in the flat log-probabilities; -1 for padding.
+
+    The argument `of` is the only scored level, or the array of indices from `trie_of_texts`.
+    """
     xp = np if is_concrete(rows) else jnp
     valid = xp.asarray(rows) >= 0
     place = xp.maximum(xp.cumsum(valid, axis=1, dtype=np.int32) - 1, 0)
@@ -212,7 +218,10 @@ def _score_rows(
     place: Int32[Array, "R T"],
     last_logits: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
-    """Score the tokens of a `TrieLevel`; `logits[i]` follow the token at flat index `order[i]`."""
+    """Return the log-probability of each token of a `TrieLevel`.
+
+    The logits `logits[i]` predict the token after the token at flat index `order[i]`.
+    """
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(mode="fill", fill_value=-1)

@@ -52,7 +52,9 @@ class _Segment(NamedTuple):
 def trie_of_texts(
     texts: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
-    """Return levels of a trie of Q texts, and indices of tokens in the concatenated flat levels.
+    """Return the levels of a trie of Q texts, and the index of each token of each text.
+
+    The indices are those in the concatenated flat levels; -1 for padding.
 
     >>> levels, index = trie_of_texts([np.arange(24), np.arange(20)])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -94,7 +96,7 @@ def trie_of_prompts(
 def _segments_by_level(
     texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """Return the segments of each level, and the parents by sequence id."""
+    """Return, for each level, the segments and a dict from sequence id to parent id."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []
