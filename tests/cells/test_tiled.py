@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.kv.tiles import TILE, tile_size
+from jaxkv.kv.tiles import TILE, StreamCells, choose_for_list, tile_size
 from jaxkv.ops.attention.bias import check_bias
 from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
@@ -19,7 +19,7 @@ from jaxkv.ops.quantised import make_stored_zeros, quantise_like
 from jaxkv.window import Window
 from tests.helpers import hlo
 from tests.helpers.caches import TILES, attention_cache, drawing, drawn
-from tests.helpers.reference_cache import _tiles
+from tests.helpers.reference_cache import Cell, Oracle, Token, _tiles
 from tests.helpers.visibility import sight_of_mask
 
 core = pytest.mark.core
@@ -157,6 +157,39 @@ def test_plan_step_tiled_rows_of_one_stream_take_separate_tiles():
     """Lower sequences first, in any order of rows."""
     plan = jaxkv.plan_step(replace(TILES, streams=2).make(), [5, 6], sequences=[3, 2])
     assert plan.ubatch.slots.tolist() == [[4], [0]]
+
+
+@core
+@pytest.mark.parametrize("sequences", [3, 40])
+def test_tiled_slots_in_random_pools_match_oracle(sequences):
+    """Tiles are empty, of one sequence or of several; batches may exceed all of them."""
+    cells, tokens, rng = 24, 12, np.random.default_rng(sequences)
+    choose = jax.jit(jax.vmap(partial(choose_for_list, count=sequences), in_axes=(0, 0, 0)))
+    oracles, pools, batches = [], [], []
+    for _ in range(150):
+        few = rng.choice(sequences, 3, replace=False)
+        oracle = Oracle(cells, sequences, placement="tiled")
+        for tile in oracle.tiles:
+            owners = few[: rng.integers(0, 4)] if rng.random() < 0.5 else few[:1]
+            for index in tile if len(owners) else ():
+                if rng.random() < 0.6:
+                    oracle.cells[0, index] = Cell(index, {int(rng.choice(owners))})
+        words = np.zeros((-(-sequences // 32), cells), np.uint32)
+        for (_, index), cell in oracle.cells.items():
+            for seq in cell.owners:
+                words[seq // 32, index] |= np.uint32(1 << seq % 32)
+        free = ~words.any(axis=0)
+        pools.append(StreamCells(words, free, None, np.arange(cells, dtype=np.int32)))
+        batches.append((rng.choice(few, tokens).astype(np.int32), rng.random(tokens) < 0.8))
+        oracles.append(oracle)
+    stack = jax.tree.map(lambda *leaves: np.stack(leaves), *pools)
+    got = choose(stack, *map(np.stack, zip(*batches, strict=True)))
+    for oracle, (ids, valid), slots in zip(oracles, batches, np.asarray(got), strict=True):
+        assert (slots[~valid] == cells).all()
+        order = np.argsort(ids[valid], kind="stable")
+        batch = [Token(int(ids[valid][i]), int(i), 0) for i in order]
+        found = slots[valid][order]
+        assert found[found < cells].tolist() == oracle._in_tiles(0, batch)
 
 
 @core
