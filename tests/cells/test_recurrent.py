@@ -51,6 +51,14 @@ def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     assert twin.cache.num_used_cells() == 3 * (kept + 1)
 
 
+def test_seq_select_copies_of_one_and_of_three_states_get_separate_cells():
+    twin = edit_sequences.Twin("r", kept=2, sequences=4, streams=2)
+    assert twin.decode([0]) and twin.decode([1] * 4)
+    twin.edit("seq_select", [0, 1], [2, 3])
+    twin.compare()
+    assert twin.cache.num_used_cells() == 8
+
+
 @pytest.mark.parametrize("kept", in_lanes([0, 1, 3], [3]))
 def test_seq_rm_rollback_is_exact_or_refused(kept):
     """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""

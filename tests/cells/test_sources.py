@@ -193,6 +193,13 @@ def test_edits_move_sources_with_whole_sequences(streams, name):
 
 
 @core
+def test_seq_div_divides_positions_of_text_alone():
+    cache, ok = jaxkv.seq_div(filled(), 1, 0, -1, divisor=2)
+    assert ok and lengths(cache) == lengths(filled())
+    assert [part.seq_pos_max(1).item() for part in (filled().parts[0], cache.parts[0])] == [2, 1]
+
+
+@core
 def test_init_source_has_a_row_for_each_source():
     """Not one row for all: an encoder compares the tokens of a row."""
     batch = make_batch([A, B, D], sequences=[0, 1, 3])
