@@ -18,7 +18,8 @@ class Attends:
     """Keys and values in the cache of an attention layer.
 
     window: window of the layer; None for full attention.
-    value_dim: slice of a key that is used as the value; None if values of size D are stored.
+    value_dim: slice of each key that is used as the value; None if the cache stores values of
+      size `head_dim`.
     """
 
     kv_heads: int
@@ -30,7 +31,11 @@ class Attends:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurs:
-    """States in the cache of a recurrent layer, and the split of each on a mesh, by state name."""
+    """States in the cache of a recurrent layer, and how a mesh may split them.
+
+    states: shape and dtype of each state, by state name.
+    splits: split of each state on a mesh, by state name.
+    """
 
     states: Mapping[str, jax.ShapeDtypeStruct]
     splits: Mapping[str, Split]
@@ -70,8 +75,9 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
 def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
     """Return the cache spec of L layers, each of one or several kinds.
 
-    Layers of several kinds make a hybrid cache, with a part for each kind in order of first use.
-    The ropes of layers in a part may differ.
+    If there are several kinds, the spec is hybrid and has one part for each kind. The parts are in
+    the order in which their kinds first occur in `layers`. Layers in a part may have different
+    ropes.
     """
     kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
     for i, kept in all_kept(layers):
@@ -128,9 +134,10 @@ def options_of(
         every layer has a window or states, whose sizes are independent of the number of tokens.
       source_cells: number of cells of each stream for encoder sources, by default `cells`.
       max_rollback: number of tokens of each sequence that can be removed in layers with windows or
-        states. The default is 32 for windows and 0 for states, because each state is stored whole.
-      full_windows: if True, layers with windows have as many cells as other layers, so that a
-        rollback can go back to any position.
+        states. The default is 32 for windows. It is 0 for states, because each token that can be
+        removed requires another copy of the state.
+      full_windows: if True and `cells` is given, layers with windows also have `cells` cells, so
+        that a rollback can go back to any position.
       options: other options of `jaxkv.make_cache`.
 
     Raises:
@@ -148,7 +155,10 @@ def options_of(
         raise TypeError("no layer of this model has cross-attention; leave out source_cells")
 
     def of_parts(value: Any, replacement: Any, where: Callable[[jaxkv.CacheSpec], bool]) -> Any:
-        """Return one value for each part, or a single value if the cache has one part."""
+        """Return `replacement` for each part for which `where` is True, `value` for others.
+
+        The result is a tuple with a value for each part, or one value if the cache is not hybrid.
+        """
         values = tuple(replacement if where(part) else value for part in parts)
         return values if spec.parts else values[0]
 

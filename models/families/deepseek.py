@@ -2,8 +2,9 @@
 
 The keys and values of all heads are linear functions of one vector for each token, the latent. The
 cache stores the latent and a few rotated numbers as one key head; the value is a slice of the key.
-Queries are multiplied by the matrix of keys, and outputs by the matrix of values (the absorbed
-form), so a step reads each latent once for all heads.
+Queries, instead of latents, are multiplied by the matrix that computes keys. Outputs of attention,
+instead of latents, are multiplied by the matrix that computes values. In this form (the absorbed
+form) a step reads each latent once for all heads.
 """
 
 from dataclasses import dataclass, replace
@@ -38,8 +39,9 @@ class Routing:
     experts: number of experts, of which a token selects `experts_per_token`.
     groups: number of groups of neighbouring experts, of which a token selects `groups_per_token`.
     scores: "softmax" over all logits (V2) or "sigmoid" of each logit (V3). With "sigmoid", a
-      correction is added to select experts, and a group is ranked by its two best experts instead
-      of the best.
+      correction is added to the scores when experts are selected, but not to the factors. A group
+      is ranked by its best score with "softmax", and by the sum of its two best scores with
+      "sigmoid".
     normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     factor: factor of the sum of expert outputs.
     """
@@ -57,14 +59,16 @@ class Routing:
 class Config:
     """Configuration of DeepSeek; other fields are in `models.families.language_model`.
 
-    dense: number of first layers without experts; their inner size is the field `hidden`.
+    dense: number of layers without experts, which are the first layers. The inner size of their
+      feed-forward parts is `hidden`.
     query_rank: rank of the query projection; 0 for full rank.
     rank: size of the latent.
-    nope_dim: size of the part of a query head without rotation.
+    nope_dim: size of the part of a query head that is not rotated.
     rope_dim: size of the rotated part of a query head and of a key.
     value_dim: size of the value of a head.
     expert_hidden: inner size of an expert.
-    shared_hidden: inner size of the feed-forward part for all tokens, in layers with experts.
+    shared_hidden: inner size of the feed-forward part that every token uses, in layers with
+      experts.
     """
 
     layers: int

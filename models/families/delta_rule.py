@@ -32,10 +32,12 @@ def scan_gated_delta(
 ) -> tuple[Float[Array, "R T H D"], Float[Array, "R n H M D"]]:
     """Run the gated delta rule over time.
 
-    A token changes the state to `decay * state`, then adds `outer(k, beta * (v - k @ state))`. The
-    output of the token is `q @ state`. In a chunk, the values `beta * (v - k @ state)` solve a
-    triangular system. With these values the recurrence is linear, so outputs are computed like
-    attention with decays as weights.
+    Each token changes the state in two steps. The first step is `state = decay * state`, and the
+    second step is `state = state + outer(k, beta * (v - k @ state))`. The output of the token is
+    `q @ state` after both steps. The values `beta * (v - k @ state)` of all tokens in a chunk are
+    the solution of a triangular system. With these values the recurrence is linear. The outputs are
+    then computed as in attention, but without softmax: weights are query-key products, multiplied
+    by the decay between the two tokens.
 
     Args:
       q: queries.
@@ -44,7 +46,7 @@ def scan_gated_delta(
       log_decay: logarithms of decays, 0 at padding.
       beta: factors of the differences between values and `k @ state`, 0 at padding.
       state: state before the first token of each row.
-      counts: number of tokens of the row before each returned state, as in
+      counts: number of tokens of the row that each returned state includes, as in
         `Ubatch.state_write_steps`.
       chunk: number of tokens of a chunk.
 
@@ -108,7 +110,8 @@ def _chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the values that the tokens of a chunk add to the state, and the outputs.
 
-    The arrays of tokens are `[R, G, J, t, n]`, the state before the chunk is `[R, G, J, M, D]`.
+    The arrays of tokens are `[R, G, J, t, n]`: J = H / G, or 1 for `q` and `k`; t is the number of
+    tokens of the chunk; n is the size of a vector. The state before the chunk is `[R, G, J, M, D]`.
     """
     length = k.shape[3]
     total = jnp.cumsum(log_decay, axis=3)
@@ -125,7 +128,7 @@ def _chunk(
 def _state_after(
     state: jax.Array, k: jax.Array, log_decay: jax.Array, added: jax.Array
 ) -> jax.Array:
-    """Return the state after the tokens of a chunk, which add the values `added`."""
+    """Return the state after the tokens of a chunk; `added` has the values that the tokens add."""
     total = jnp.cumsum(log_decay, axis=3)
     last = total[:, :, :, -1:]
     return jnp.exp(last) * state + k.swapaxes(3, 4) @ (jnp.exp(last - total) * added)

@@ -23,8 +23,8 @@ class Router(Protocol):
 class SoftmaxRouter(nnx.Module):
     """Selector of the experts with the largest logits.
 
-    The factors are a softmax of the logits of the selected experts if `normalised`, or else of all
-    logits.
+    The factors are results of a softmax. If `normalised`, the softmax is over the logits of the
+    selected experts; otherwise it is over all logits.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SoftmaxRouter(nnx.Module):
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the product of the up projection and the gate, the gate after SiLU."""
+    """Return `silu(gate) * up`, the inputs of the down projection."""
     return jax.nn.silu(gate) * up
 
 
@@ -92,7 +92,7 @@ class Experts(nnx.Module):
             self.down_bias = nnx.Param(jnp.zeros((count, width), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the sum of the outputs of each token's experts, multiplied by factors."""
+        """Return, for each token, the sum of expert outputs, each multiplied by its factor."""
         tokens = x.reshape(-1, self.width)
         share, expert_ids = self.router(tokens)
         share = share.astype(x.dtype)
@@ -112,7 +112,7 @@ class Experts(nnx.Module):
         return jnp.einsum("nkh,nkhd,nk->nd", inner, self.down[...][expert_ids], share)
 
     def _by_expert(self, tokens: jax.Array, share: jax.Array, expert_ids: jax.Array) -> jax.Array:
-        """Multiply the matrices of each expert by all of its tokens, which are sorted."""
+        """Sort tokens by expert, then multiply all tokens of an expert by its matrices."""
         order = jnp.argsort(expert_ids.reshape(-1))
         sizes = jnp.bincount(expert_ids.reshape(-1), length=self.count)
         sent = tokens[order // expert_ids.shape[1]]
@@ -123,7 +123,7 @@ class Experts(nnx.Module):
         return jnp.zeros_like(tokens).at[order // expert_ids.shape[1]].add(out)
 
     def _inner(self, gate: jax.Array, up: jax.Array, experts: jax.Array) -> jax.Array:
-        """Add biases and apply the activation; `experts` has one id for each vector."""
+        """Add biases and apply the activation; `experts` has the expert id of each gate vector."""
         if self.biased:
             gate, up = gate + self.gate_bias[...][experts], up + self.up_bias[...][experts]
         return self.activation(gate, up)

@@ -1,8 +1,9 @@
 """Falcon-H1: attention and a Mamba-2 mixer in parallel in each layer.
 
-Both parts of the hybrid cache have all layer numbers. Multipliers of matrix products are multiplied
-into the matrices when the matrices are read, as in llama.cpp's converter. Multipliers of embeddings
-and logits are applied separately, since embedding and head may share one matrix.
+The hybrid cache has a part for attention and a part for mixers; every layer is in both parts.
+Multipliers of matrix products are multiplied into the matrices when the matrices are read, as in
+llama.cpp's converter. Multipliers of embeddings and logits are applied separately, since embedding
+and head may share one matrix.
 """
 
 from dataclasses import dataclass, replace
@@ -131,7 +132,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
-    """Return a checkpoint with multipliers of inputs and outputs multiplied into the matrices."""
+    """Return a checkpoint whose layer matrices are multiplied by the multipliers in its config."""
     c = checkpoint.config
     attention_in, (gate, down) = c["attention_in_multiplier"], c["mlp_multipliers"]
     # Rows are in the order gate, input of heads, `b`, `c`, steps.
@@ -163,7 +164,7 @@ def _times(tensor: Tensor, factor: float | np.ndarray) -> Tensor:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the keys, values and states in the cache of each layer."""
+    """Return the arrays in the cache of each layer; `dtype` is the dtype of convolution states."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     return [(attends, mamba2.recurs(config.mixer, dtype))] * config.layers
 

@@ -48,7 +48,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a gated feed-forward part, each between norms."""
+    """One layer: attention, then a gated feed-forward part; each has a norm before and after it."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config

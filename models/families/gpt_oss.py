@@ -25,7 +25,7 @@ class Config(llama.Config):
     """Configuration of gpt-oss; other fields are in `models.families.llama`.
 
     alpha: factor of the gate inside the sigmoid.
-    limit: largest gate, and largest absolute value of an up projection.
+    limit: upper bound of gates, and bound of the absolute values of up projections.
     bias: whether all projections of attention have biases.
     """
 

@@ -30,12 +30,12 @@ class Config:
     """Configuration of Granite 4; other fields are in `models.families.language_model`.
 
     attends: whether each of the L layers has attention; the other layers have a Mamba-2 mixer.
-    hidden: inner size of the feed-forward part that all tokens share.
+    hidden: inner size of the feed-forward part that every token uses.
     mixer: configuration of the Mamba-2 mixers.
     embedding_factor: factor of embeddings.
     residual_factor: factor of the output of each part of a layer, applied before the residual sum.
     logits_divisor: divisor of logits.
-    experts: number of experts, or 0, of which a token selects `experts_per_token`.
+    experts: number of experts, of which a token selects `experts_per_token`; 0 if there are none.
     expert_hidden: inner size of an expert.
     """
 

@@ -39,7 +39,11 @@ class RMSNorm(nnx.Module):
 def _rms_norm(
     x: jax.Array, weight: jax.Array, *, eps: float, groups: int, less_one: bool
 ) -> jax.Array:
-    """Implement `RMSNorm`; a program of many layers contains this function once for each shape."""
+    """Normalise the last dimension of `x`, as described for `RMSNorm`.
+
+    Due to `jax.jit`, a program of many layers contains the code of this function once for each
+    shape, not once for each layer.
+    """
     y = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     factor = weight.astype(jnp.float32) + less_one
@@ -113,22 +117,25 @@ class Attention(nnx.Module):
     """Attention over the cache, with projections of queries, keys, values and outputs.
 
     Weights are grouped by key/value head, so that a mesh can split them. The weights `qkv`,
-    `[K, (G + 2) * D, width]`, contain G = H / K query heads, the key and the value of each
-    key/value head. The weights of the output projection are `[width, H * D]`, with query heads in
-    the order of `qkv`.
+    `[K, (G + 2) * D, width]`, have D rows for each of G = H / K query heads, then D rows for the
+    key, then D rows for the value of a key/value head. The weights of the output projection are
+    `[width, H * D]`, with query heads in the order of `qkv`.
 
     layer: layer number in the cache.
     rope: rotary embedding of queries and keys; None for no rotation.
     bias: whether `qkv` has biases.
     output_bias: whether `output` has a bias.
-    norm: function that makes a norm of vectors of a size, for queries and for keys; None for no
-      norms.
-    joint_norms: whether all query heads, and all key heads, are normalised as one vector.
+    norm: function that makes a norm, given the size of a vector. It makes one norm for queries and
+      one for keys. None for no norms.
+    joint_norms: whether all query heads of a token are normalised as one vector, and all key heads
+      of the token as another.
     scale: factor of query-key products; None for 1 / sqrt(D).
     softcap: soft limit of attention logits; None for no limit.
-    gated: whether outputs are multiplied by the sigmoids of G gates, `[G, D]`, which are projected
-      after the value of each key/value head.
-    sinks: whether each query head has a sink, a logit of the softmax without a value.
+    gated: whether the output of each query head is multiplied by the sigmoid of a gate of size D.
+      If so, `qkv` is `[K, (2 * G + 2) * D, width]`: the rows for G gates follow the rows for the
+      value.
+    sinks: whether each query head has a sink: one more logit in the softmax, to which no value
+      belongs.
     """
 
     def __init__(

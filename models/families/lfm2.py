@@ -48,7 +48,7 @@ class Config:
 
 
 def split_of(config: Config) -> Split:
-    """Return how a mesh may split the second dimension of an array, the channels."""
+    """Return how a mesh may split an array whose second dimension is the channels."""
     return Split(axis=1, parts=config.width, of="channels of a convolution")
 
 

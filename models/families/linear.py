@@ -13,12 +13,12 @@ FEW = 64
 def matrix(
     rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split = WHOLE
 ) -> nnx.Param:
-    """Make random weights `[..., n]` for the function `linear`, which map vectors of size n."""
+    """Make random weights `[..., n]` for the function `linear`; n is the size of input vectors."""
     values = jax.random.normal(rngs.params(), shape, dtype) * shape[-1] ** -0.5
     return nnx.Param(values, split=split)
 
 
-@jax.jit  # a program of many layers contains it once for each shape
+@jax.jit  # a program of many layers contains the function's code once for each shape
 def linear(x: jax.Array, weights: jax.Array) -> jax.Array:
     """Multiply the last dimension of `x` by a matrix: `[..., n]` and `[m, n]` give `[..., m]`.
 
@@ -39,11 +39,12 @@ def _plain(rows: jax.Array, weights: jax.Array) -> jax.Array:
 def _on_cpu(rows: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the result of `_plain`, computed in a form that is fast with XLA on CPUs.
 
-    CPU cores share the rows of the first factor, so the weights are the first factor if there are
-    few tokens. A barrier prevents XLA from swapping the factors. A product with a single row
-    converts all weights first, unless the dtype is float32, so a single row is duplicated. XLA
-    would transpose weights of three dimensions for each product. On a single device the dimensions
-    are merged; on a mesh any dimension may be split.
+    XLA divides the rows of the first factor among the CPU cores. Float32 weights are therefore the
+    first factor if there are at most `FEW` rows; a barrier prevents XLA from swapping the factors.
+    If the weights have another dtype, XLA would convert all of them before a product with a single
+    row, so a single row is duplicated. XLA would transpose weights of three dimensions for each
+    product, so all dimensions of the weights but the last are merged. They are not merged if there
+    are several devices, because a mesh may split any dimension.
     """
     count = rows.shape[0]
     if weights.dtype == jnp.float32 and count <= FEW:

@@ -28,8 +28,8 @@ class Config:
     """Configuration of Llama; other fields are in `models.families.language_model`.
 
     norms: whether query heads and key heads are normalised (Qwen 3).
-    experts: number of experts, each of inner size `hidden`, of which a token selects
-      `experts_per_token`. 0 for one feed-forward part without selection.
+    experts: number of experts in a layer, of which a token selects `experts_per_token`. An expert
+      has the inner size `hidden`. If the number is 0, a layer has one feed-forward part instead.
     normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     """
 
@@ -83,7 +83,10 @@ class Block(nnx.Module):
 
 
 class Llama(LanguageModel):
-    """Flax module of Llama, Mistral, SmolLM2 and Qwen; other families replace `block`."""
+    """Flax module of Llama, Mistral, SmolLM2 and Qwen.
+
+    block: class of the layers; subclasses for other families have another class.
+    """
 
     block: type[nnx.Module] = Block
 

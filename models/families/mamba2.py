@@ -28,8 +28,9 @@ class Sizes:
 
     heads: number of heads, H; each head has a state.
     head_dim: number of channels of a head, P.
-    state: numbers in the state for each channel, M.
-    groups: number of groups of heads, G; heads of a group share input and output vectors.
+    state: number of state values for each channel, M.
+    groups: number of groups of heads, G. The heads of a group share, for each token, the vector `b`
+      that multiplies their inputs and the vector `c` that multiplies their states.
     kernel: number of tokens that the convolution reads.
     limits: smallest and largest step size.
     bias: whether the projections have biases.
@@ -59,11 +60,11 @@ class Sizes:
         return 2 * self.groups * self.state
 
     def by_group(self, axis: int) -> Split:
-        """Return how a mesh may split an array that the heads of a group share."""
+        """Return how a mesh may split an array by groups of heads."""
         return Split(axis=axis, parts=self.groups, of="groups of heads")
 
     def by_head(self, axis: int) -> Split:
-        """Return how a mesh may split an array: by groups if there are several, else by heads."""
+        """Return how a mesh may split an array: by groups of heads if G > 1, otherwise by heads."""
         if self.groups > 1:
             return self.by_group(axis)
         return Split(axis=axis, parts=self.heads, of="heads of a mixer")
@@ -102,7 +103,10 @@ class Filter(nnx.Module):
     def __call__(
         self, x: jax.Array, tail: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve `x`, `[R, T, channels]`, which follows the inputs in `tail`; see `scans`."""
+        """Convolve `x`, `[R, T, channels]`; return the outputs and tails.
+
+        The argument `tail` has the inputs before `x`, see `jaxkv.ops.scans.convolve`.
+        """
         bias = self.bias[0] if self.biased else None
         x, tails = scans.convolve(x, tail, self.weight[...], bias, counts)
         return jax.nn.silu(x), tails
@@ -275,7 +279,7 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
 
 
 def recurs(sizes: Sizes, dtype: Any) -> Recurs:
-    """Return the states of a mixer: last inputs of the convolutions, and float32 sums."""
+    """Return the states of a mixer: the last inputs of its convolutions, and its SSM state."""
     return Recurs(
         states={
             "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.inner), dtype),

@@ -1,4 +1,7 @@
-"""OLMo 2: norms follow attention and feed-forward parts, and normalise all heads jointly."""
+"""OLMo 2: norms are applied to the outputs of attention and of feed-forward parts.
+
+All query heads of a token are normalised as one vector, and all key heads as another.
+"""
 
 from functools import partial
 from typing import Any
@@ -17,7 +20,7 @@ ARCHITECTURES = ("olmo2",)
 
 
 class Block(nnx.Module):
-    """One layer: attention over the cache, then a gated feed-forward part, each with a norm."""
+    """One layer: attention over the cache, a norm, a gated feed-forward part and another norm."""
 
     def __init__(self, config: llama.Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config

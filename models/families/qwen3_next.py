@@ -30,7 +30,7 @@ class Config:
     """Configuration of Qwen3-Next; other fields are in `models.families.language_model`.
 
     attends: whether each of the L layers has attention; the other layers have a delta rule.
-    key_heads: number of key heads of a delta rule, which are groups of value heads.
+    key_heads: number of key heads of a delta rule. A group of value heads shares each key head.
     value_heads: number of value heads of a delta rule; each value head has a state.
     key_dim: size of a query and of a key of a delta rule.
     value_dim: size of a value of a delta rule.
@@ -38,7 +38,7 @@ class Config:
     experts: number of experts, of which a token selects `experts_per_token`.
     normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     expert_hidden: inner size of an expert.
-    shared_hidden: inner size of the feed-forward part for all tokens.
+    shared_hidden: inner size of the feed-forward part that every token uses.
     """
 
     attends: tuple[bool, ...]
@@ -68,7 +68,10 @@ class Config:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def by_group(self, axis: int) -> Split:
-        """Return the split of arrays by key head, with the value heads of the key head."""
+        """Return how a mesh may split an array by key head.
+
+        A device with a key head also has all value heads that share this key head.
+        """
         return Split(axis=axis, parts=self.key_heads, of="key heads of a delta rule")
 
 

@@ -27,7 +27,7 @@ class Config:
 
     attends: whether each of the L layers has attention; the other layers are recurrent.
     inner: size of the state of a recurrent layer.
-    heads: number of query heads, H, and number of blocks in the gates of recurrent layers.
+    heads: number of query heads, H. The gate matrices of recurrent layers have H blocks.
     kernel: number of tokens that the convolution of a recurrent layer reads.
     window: number of positions that a query attends to, including its own position.
     softcap: soft limit of logits.
@@ -52,7 +52,7 @@ class Config:
 
 
 def split_of(config: Config, *, axis: int) -> Split:
-    """Return how a mesh may split the channels of a recurrent layer: by block of the gates."""
+    """Return how a mesh may split the channels of a recurrent layer: by blocks of gate matrices."""
     return Split(axis=axis, parts=config.heads, of="parts of a recurrent layer")
 
 

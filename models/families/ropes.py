@@ -61,7 +61,11 @@ def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
 
 
 def yarn_sharpness(checkpoint: Checkpoint) -> float:
-    """Return YaRN's `mscale_all_dim` factor, or 1; attention logits are scaled by its square."""
+    """Return the factor that YaRN computes from `mscale_all_dim`.
+
+    Attention logits are multiplied by the square of the result. The result is 1 if the config has
+    no `mscale_all_dim`, or the scaling factor is not above 1.
+    """
     scaling = checkpoint.config["rope_scaling"] or {}
     return _sharpness(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
 

@@ -48,7 +48,10 @@ class Sources:
         bias: bool = False,
         **arranged: Any,
     ) -> dict[str, Tensor]:
-        """Return the tensors for a `Linear` that combines matrices, with options of `tensor`."""
+        """Return the tensors for a `Linear` that combines the matrices of the given names.
+
+        The options `arranged` are passed to the method `tensor`.
+        """
         tree = {"weight": self.tensor(*(f"{name}.weight" for name in names), **arranged)}
         if bias:
             tree["bias"] = self.tensor(*(f"{name}.bias" for name in names), **arranged)
@@ -63,7 +66,10 @@ class Sources:
         output_bias: bool = False,
         output: str = "o_proj",
     ) -> dict[str, dict]:
-        """Return the tensors for an `Attention`, with the names that most families use."""
+        """Return the tensors for an `Attention`.
+
+        The names of the tensors in the checkpoint must be those that most families use.
+        """
         names = (f"{name}.{letter}_proj" for letter in "qkv")
         return {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1),
@@ -71,7 +77,10 @@ class Sources:
         }
 
     def gated_feed(self, name: str, *, bias: bool = False) -> dict[str, dict]:
-        """Return the tensors for a `GatedFeed`, with the names that most families use."""
+        """Return the tensors for a `GatedFeed`.
+
+        The names of the tensors in the checkpoint must be those that most families use.
+        """
         names = f"{name}.gate_proj", f"{name}.up_proj"
         return {
             "gate_up": self.linear(*names, bias=bias, parts=1),
@@ -79,7 +88,7 @@ class Sources:
         }
 
     def experts(self, name: str, *, count: int) -> dict[str, Any]:
-        """Return the tensors for `Experts`, from a tensor for each expert."""
+        """Return the tensors for `Experts`; the checkpoint has separate tensors for each expert."""
 
         def all_of(part: str) -> Tensor:
             names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(count))

@@ -1,8 +1,8 @@
 """T5: an encoder of sources, and a decoder with cross-attention.
 
-The encoder processes a source at once and has no cache. The cache stores the keys and values of the
-decoder, including cross-attention. Encoder and decoder have a distance bias instead of a positional
-encoding.
+The encoder processes all tokens of a source in one call and has no cache. The cache stores the keys
+and values of self-attention and of cross-attention in the decoder. Encoder and decoder have a
+distance bias instead of a positional encoding.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Config:
     max_distance: distance from which on all distances are in the last bucket.
     gated: whether the feed-forward part has a gate with GELU; otherwise it has ReLU.
     scaled: whether the input of the head is divided by sqrt(width).
-    start: id of the token that begins a text.
+    start: id of the first token of every decoder input.
     """
 
     encoders: int
@@ -68,7 +68,8 @@ class Distances:
 
     table: `[buckets, H]`. Bias of each bucket and head.
     max_distance: distance from which on all distances are in the last bucket. Static.
-    both_ways: whether later positions have separate buckets. Static.
+    both_ways: whether keys after the query have separate buckets; otherwise the distance of such a
+      key is 0. Static.
     """
 
     table: jax.Array
@@ -76,7 +77,7 @@ class Distances:
     both_ways: bool = field(metadata={"static": True})
 
     def __call__(self, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
-        """Return the bias of attention logits, given positions of tokens and cells."""
+        """Return the bias of attention logits, given positions of queries and keys, and heads."""
         buckets = self.table.shape[0]
         ahead, away = 0, jnp.maximum(query - key, 0)
         if self.both_ways:
@@ -100,7 +101,7 @@ class Bias(nnx.Module):
         self.made = partial(Distances, max_distance=c.max_distance, both_ways=both_ways)
 
     def __call__(self) -> Distances:
-        """Return the bias as a function of positions of tokens and cells."""
+        """Return the bias as a function of a query's position, a key's position and a head."""
         return self.made(self.table[...].astype(jnp.float32))
 
 
@@ -149,7 +150,7 @@ class CrossAttention(nnx.Module):
 
 
 class EncoderBlock(nnx.Module):
-    """One layer of the encoder: attention inside a ubatch, then a feed-forward part."""
+    """One layer of the encoder: attention within each row of tokens, then a feed-forward part."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
