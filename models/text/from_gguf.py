@@ -24,7 +24,7 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str) -> list:
-    """Return the pre-tokenizers of newer byte-level vocabularies, given a pattern for digits."""
+    """Return pre-tokenizers of newer byte-level vocabularies; `digits` is a regex for digits."""
     letters = rf"{_BEFORE}\p{{L}}+"
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
     return _split(_EITHER_CASE, letters, digits, signs, _SPACES)
@@ -45,7 +45,10 @@ def _split(*patterns: str) -> list:
 
 
 def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the byte-to-letter step, preceded by GPT-2's pre-tokenization if a flag is True."""
+    """Return the pre-tokenizer that converts bytes to letters.
+
+    If `split`, it first splits the text by the rules of GPT-2.
+    """
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
@@ -113,7 +116,10 @@ def _id(field: Callable, key: str, default: int | None, source: str) -> int | No
 def _for_each_token(
     field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
 ) -> list:
-    """Return a metadata list with a value for each token; the default is repeated if absent."""
+    """Return a metadata list with one value for each token.
+
+    If the list is absent or empty, the value of every token is `default`.
+    """
     values = field(key) or [default] * count
     check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
     if len(values) != count:

@@ -17,8 +17,9 @@ from models.text.tokenizer import Tokenizer
 def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """Build the tokenizer of a Hugging Face folder.
 
-    If `tokenizer_config.json` has no such tokens, the argument `config` provides `bos_token_id` and
-    `eos_token_id`.
+    The tokens that begin and end a sequence are read from `tokenizer_config.json`. If it lacks one
+    of them, or the vocabulary does not contain it, the id is read from the argument `config`
+    (`bos_token_id`, `eos_token_id`).
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -59,7 +60,8 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
 def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) -> Tokenizer:
     """Make a `Tokenizer` from a tokenizer of the package `tokenizers`.
 
-    The argument `source` is a file name for messages; `fields` adds fields that `inner` lacks.
+    The argument `source` is a file name for messages. The arguments `fields` are fields of
+    `Tokenizer` that cannot be read from `inner`, such as `bos`.
     """
     steps = _steps(inner.decoder)
     kinds = {step["type"] for step in steps}

@@ -1,4 +1,4 @@
-"""Bytes of vocabulary entries, which are text in one of two spellings."""
+"""Conversion of vocabulary entries to bytes, for byte-level and SentencePiece vocabularies."""
 
 import functools
 import re
@@ -10,7 +10,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter of a byte-level vocabulary.
 
-    Each printable byte is its own letter. The other bytes are letters above 255, in order.
+    The letter of a printable byte has the same code as the byte. The letters of other bytes have
+    codes above 255: the lowest byte has the letter with the lowest code, and so on.
     """
     letters = sorted(ByteLevel.alphabet())
     codes = {letter: ord(letter) for letter in letters if ord(letter) < 256}

@@ -37,7 +37,7 @@ class Tokenizer:
     bos: id of the token that begins a sequence, or None.
     eos: id of the token that ends a sequence, or None.
     add_bos: whether prompts begin with `bos`.
-    space_first: whether encoding adds a space before the text, which decoding removes.
+    space_first: whether encoding adds a space before the text; `decode` removes this space.
     template: chat template, or None.
     """
 
@@ -56,7 +56,7 @@ class Tokenizer:
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Ids of the tokens that end a turn or a text, by declaration or by name."""
+        """Ids of the tokens that end a turn or a text: `eos`, and names such as "<|im_end|>"."""
         ids = {self.control[name] for name in _ENDS & self.control.keys()}
         return frozenset(ids if self.eos is None else ids | {self.eos})
 
@@ -73,7 +73,7 @@ class Tokenizer:
     def prompt(self, text: str, *, special: bool = False) -> list[int]:
         """Return the token ids of a text that begins a sequence, with `bos` first if `add_bos`.
 
-        A text that begins with `bos`, as chat templates may, does not get a second `bos`.
+        No second `bos` is added if the text begins with `bos`, as the text of a chat template may.
         """
         ids = self.encode(text, special=special)
         needs_bos = self.add_bos and self.bos is not None and ids[:1] != [self.bos]
@@ -91,7 +91,10 @@ class Tokenizer:
         return text.removeprefix(" ") if self.space_first else text
 
     def stream(self, *, special: bool = False) -> "Stream":
-        """Return a decoder that decodes the token ids of a continued text one at a time."""
+        """Return a decoder that decodes token ids one at a time.
+
+        The decoder does not remove a space at the beginning, since the text may follow other text.
+        """
         return Stream(self, special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -121,7 +124,7 @@ class Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
-        """Return the text that a token id completes; empty in the middle of a character."""
+        """Return the characters that a token id completes; "" if it completes no character."""
         id = int(id)  # arrays of one number are accepted
         return "" if id in self._hidden else self._decoder.decode(self._to_bytes(id))
 

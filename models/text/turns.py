@@ -2,7 +2,8 @@
 
 A template renders a whole conversation. The tokens of a turn are the tokens of the rendered text
 after the last answer: the end of this answer, the message, and the beginning of the next answer.
-Answers keep the generated tokens. All turns together equal the tokens of the whole text, except if:
+The tokens of an answer are the generated tokens; the text of an answer is not tokenized again. The
+tokens of all turns and answers together are the tokens of the whole text, except if:
 
 - the tokenizer merges the beginning of an answer with the text before it, or splits the text of an
   answer into other tokens than the generated tokens;
@@ -27,8 +28,12 @@ _MARK = "\ue000mark\ue001"
 class Frame:
     """Numbers of tokens that a template adds to a conversation.
 
-    keep: number of tokens before the text of the first message: `bos` and instructions.
-    closing: number of tokens between an answer and the text of the next message.
+    The template adds tokens A before the text of the first user message, and tokens B between an
+    answer and the text of the next user message. The last tokens of A that are equal to the last
+    tokens of B, such as `<|im_start|>user`, are not counted.
+
+    keep: number of tokens of A that are counted: `bos` and instructions.
+    closing: number of tokens of B that are counted: the end of the answer.
     """
 
     keep: int
