@@ -74,15 +74,18 @@ _TOKENIZER = frozenset(
 
 
 def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> dict[str, Any]:
-    """Convert the metadata of a GGUF file to a config; absent values are None.
+    """Convert the metadata of a GGUF file to a config.
+
+    The value of a config key is None if the file does not have the corresponding metadata key.
 
     Args:
       arch: architecture name in the file, the prefix of most keys.
       get: metadata of the file.
-      factors: values of the tensor `rope_freqs.weight`, or None.
+      factors: values of the tensor `rope_freqs.weight`; None if the file has no such tensor.
 
     Raises:
-      ModelError: If a value from which other values are derived is out of range.
+      ModelError: If a metadata key or its value is unsupported.
+      ModelError: If a value is out of range and other values are computed from it.
     """
     known_keys = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
     _check(f"{arch}.", known_keys, _ONLY, get)  # llama.cpp reads no other keys

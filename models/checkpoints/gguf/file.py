@@ -4,8 +4,8 @@ Three properties of tensors are converted, in addition to those in `recurrent.py
 `gpt_oss.py`:
 
 - names of tensors;
-- rows of q and k in files of architectures "llama" and "granitehybrid", in the order for rotating
-  neighbours (Hugging Face rotates row i with row i + D/2);
+- order of the rows of q and k in files of architectures "llama" and "granitehybrid": GGUF files
+  have the two rows of a rotation next to each other (Hugging Face rotates row i with row i + D/2);
 - norm weights of Gemma, which are 1 larger in GGUF files.
 """
 
@@ -172,7 +172,7 @@ def _plain(name: str, arch: str) -> str | None:
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:
-    """Return the row order that moves neighbouring pairs to the two halves of each head."""
+    """Return the order in which each head has its even rows first, and then its odd rows."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 

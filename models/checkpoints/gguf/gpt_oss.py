@@ -50,7 +50,10 @@ _LAYER = {
 
 
 def plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a tensor or of a part; None for an unknown name."""
+    """Return the Hugging Face name of a GGUF tensor; None for an unknown name.
+
+    If the tensor is one half of a Hugging Face tensor, the name ends in `.gate` or `.up`.
+    """
     del arch
     found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if found is None:
@@ -60,29 +63,30 @@ def plain(name: str, arch: str) -> str | None:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Convert tensors to the form of Hugging Face; names are those that `plain` returns.
+    """Convert GGUF tensors, whose names were returned by `plain`, to the form of Hugging Face.
 
-    Matrices of experts are transposed, and gates and up projections alternate in one tensor. Raises
-    `ModelError` if a part is missing, or a shape is invalid.
+    Matrices of experts are transposed. The gate and the up projection of experts are joined to one
+    tensor, in which gates and up projections alternate. Raises `ModelError` if a tensor `x.gate`
+    has no second half `x.up`, or a shape is invalid.
     """
     return convert_tensors(tensors, source, join_halves=_alternating, convert=_transposed)
 
 
 def _transposed(name: str, tensor: Tensor) -> Tensor:
-    """Return a matrix of experts transposed, and other tensors unchanged."""
+    """Transpose a tensor if it contains matrices of experts; return other tensors unchanged."""
     if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return tensor.map(lambda x: x.swapaxes(1, 2))
     return tensor
 
 
 def _alternating(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the tensor with alternating gates and up projections along the second dimension."""
+    """Join gates and up projections so that they alternate along the second dimension."""
     pairs = join([half.map(lambda x: x[:, :, None]) for half in (gate, up)], axis=2)
     return pairs.map(lambda x: x.reshape(len(x), -1, *x.shape[3:]))
 
 
 def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the additional config keys; `config` has the keys of all models."""
+    """Return the config keys to add for gpt-oss; `config` has the keys that all models share."""
     hidden, name = config["intermediate_size"], f"{arch}.expert_feed_forward_length"
     if get(name) not in (None, hidden):
         raise key_error(name, f"{hidden}, as feed_forward_length", get(name), get.source)

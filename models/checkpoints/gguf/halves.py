@@ -1,4 +1,4 @@
-"""Conversion of GGUF tensors, some of them in two halves, to the form of Hugging Face."""
+"""Conversion of GGUF tensors to the form of Hugging Face; some tensors are stored as halves."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,7 +15,7 @@ def convert_tensors(
 ) -> dict[str, Tensor]:
     """Join each pair of tensors named `x.gate` and `x.up`, and convert all tensors.
 
-    Raises `ModelError` if one of two halves is missing, or a shape is invalid.
+    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`, or a shape is invalid.
     """
     out = {}
     for name, tensor in tensors.items():

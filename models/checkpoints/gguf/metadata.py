@@ -14,7 +14,10 @@ class Metadata:
         self._reader, self.source = reader, source
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or a default; raise `ModelError` for an unreadable value."""
+        """Return the value of a key, or `default` if the file does not have the key.
+
+        Raises `ModelError` if the value cannot be read.
+        """
         field = self._reader.get_field(key)
         if field is None:
             return default
@@ -27,11 +30,14 @@ class Metadata:
             ) from error
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys with a prefix, in file order."""
+        """Return the keys that begin with a prefix, in file order."""
         return [key for key in self._reader.fields if key.startswith(prefix)]
 
     def checked(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """Return the value of a key, or a default; raise `ModelError` for values of other kinds."""
+        """Return the value of a key, or `default` if the file does not have the key.
+
+        Raises `ModelError` if the value cannot be read, or is not of the given kind.
+        """
         value = self(key)
         if value is None:
             return default

@@ -1,8 +1,9 @@
 """GGUF files of recurrent models: Mamba-2, Granite 4, LFM2 and Falcon-H1.
 
-In GGUF files, decays are stored instead of their logarithms. Vectors have a second dimension, and
-convolutions have one dimension less. A gated product is stored as two tensors. The multipliers of a
-Falcon-H1 config are already in the weights.
+GGUF files contain negative decay rates, where Hugging Face has the logarithms of decay rates
+(`A_log`). Vectors have a second dimension, and convolutions have one dimension less. The gate and
+the up projection of Granite 4 are two tensors (one tensor in Hugging Face's form). The multipliers
+of a Falcon-H1 config are already in the weights.
 """
 
 import re
@@ -123,7 +124,10 @@ _LAYER = {
 
 
 def plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a tensor or of half a tensor; None for an unknown name."""
+    """Return the Hugging Face name of a GGUF tensor; None for an unknown name.
+
+    If the tensor is one half of a Hugging Face tensor, the name ends in `.gate` or `.up`.
+    """
     found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if found is None:
         return _WHOLE[arch].get(name)
@@ -133,9 +137,9 @@ def plain(name: str, arch: str) -> str | None:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Convert tensors with the names that the function `plain` returns to Hugging Face's form.
+    """Convert GGUF tensors, whose names were returned by `plain`, to the form of Hugging Face.
 
-    Raises `ModelError` if one of two halves is missing, or a shape is invalid.
+    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`, or a shape is invalid.
     """
     return convert_tensors(
         tensors, source, join_halves=_one_above_the_other, convert=_tensor_to_hugging_face
@@ -158,7 +162,7 @@ def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:
 
 
 def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config keys of a recurrent model; `config` has the keys of all models."""
+    """Return the config keys to add or to replace; `config` has the keys that all models share."""
     count = whole(1, 2**24)
     kernel, inner, numbers, heads, groups = (
         get.checked(f"{arch}.ssm.{name}", count)
