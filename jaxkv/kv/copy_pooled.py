@@ -181,9 +181,7 @@ def _plan_transfer(
             jnp.where(is_cross_stream, targets, cells.sequences)
         ].set(marks, mode="drop"),
     )
-    copy_array = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(
-        cells, start, stop
-    )
+    is_copied = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(cells, start, stop)
     # Targets of one stream with the same parent share one copy, made for the first of them.
     home_of, *_ = locate_owner_bit(cells, targets)
     like = is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
@@ -196,7 +194,7 @@ def _plan_transfer(
         P(axes),
     )
     new_cells, origin, slots, *need = run(
-        cells, base, usable_cells(base) & ~copy_array, parents, targets, like, start, stop
+        cells, base, usable_cells(base) & ~is_copied, parents, targets, like, start, stop
     )
     return CopyPlan(base, new_cells, origin, slots, CopyDemand(*need))
 

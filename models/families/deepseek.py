@@ -155,11 +155,11 @@ class Router(nnx.Module):
             scores = jax.nn.sigmoid(logits)
             ranks = scores + self.correction[...][None]
         if r.groups > 1:
-            has_shared_streams = ranks.reshape(len(tokens), r.groups, -1)
-            best, _ = jax.lax.top_k(has_shared_streams, 1 if r.scores == "softmax" else 2)
+            in_groups = ranks.reshape(len(tokens), r.groups, -1)
+            best, _ = jax.lax.top_k(in_groups, 1 if r.scores == "softmax" else 2)
             _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), r.groups_per_token)
             kept = jnp.any(groups[..., None] == jnp.arange(r.groups)[None, None], axis=1)
-            ranks = jnp.where(kept[..., None], has_shared_streams, -jnp.inf).reshape(ranks.shape)
+            ranks = jnp.where(kept[..., None], in_groups, -jnp.inf).reshape(ranks.shape)
         _, expert_ids = jax.lax.top_k(ranks, r.experts_per_token)
         share = jnp.take_along_axis(scores, expert_ids, axis=-1)
         if r.normalised:
