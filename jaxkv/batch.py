@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class Batch:
     """Tokens for `init_batch`, as a flat list `[B]` or as rows `[R, T]`; see `make_batch`.
 
-    An array is a JAX array if a JAX array was passed to `make_batch`, and else a NumPy array.
+    If an argument of `make_batch` is a JAX array with one entry for each token, the field is a JAX
+    array. Other fields are NumPy arrays, unless an argument is traced.
 
     tokens: token ids; None if the batch has embeddings.
     embeddings: embedding of each token; None if the batch has token ids.
@@ -105,9 +106,9 @@ class Ubatch(Partitioned):
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True for a token whose sequence has further tokens in a later ubatch of the plan.
-    outputs: index, among the R * T tokens, of each token that needs logits, and indices of
-      arbitrary tokens as padding. `Plan.gather_outputs` removes the logits of padding, and returns
-      the other logits in the order of the batch.
+    outputs: indices among the R * T tokens. They select the tokens that need logits and, as padding
+      of this array, arbitrary tokens. `Plan.gather_outputs` removes the logits of padding, and
+      returns the other logits in the order of the batch.
     output_index: index in the batch of each token in `outputs`; 2**31 - 1 for padding.
     hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
       cache. The ubatch becomes stale when the hash of one of its streams changes.
@@ -138,12 +139,13 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """For each row, return how many of its tokens each of the last `count` states includes.
+        """Return how many tokens of each row are included in each of the last `count` states.
 
         For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0
         means the state before the first token of the row; `write_states` does not write this state.
-        The argument `count` is static. Pass E + 1 for states that are passed to `write_states`. A
-        `count` below 1 raises ValueError, and a `count` that is not an integer raises TypeError.
+        The argument `count` is static. For states that are passed to `write_states`, `count` must
+        be E + 1. A `count` below 1 raises ValueError, and a `count` that is not an integer raises
+        TypeError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)})
@@ -185,11 +187,11 @@ def make_batch(
         - For a list `[B]`, one id for each token, or one id for all tokens; default 0.
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
-        - For a token that several sequences share, a list of ids in place of one id, or an array
-          `[B, n]` or `[R, T, n]` of ids, padded with -1. These sequences must
-          have the same earlier tokens; otherwise the plan is refused, with `Reason.DIVERGED` for
-          each sequence whose earlier tokens differ from those of the lowest id. Recurrent caches
-          accept no shared tokens.
+        - If several sequences share a token, a list of ids in place of the token's id. The ids of
+          all tokens can also be one array `[B, n]` or `[R, T, n]`, padded with -1. Sequences that
+          share a token must have the same earlier tokens. Otherwise the plan is refused, with
+          `Reason.DIVERGED` for each sequence whose earlier tokens differ from those of the lowest
+          id. Recurrent caches accept no shared tokens.
 
       positions: int32 position of each token, in the shape of the batch, `[B]` or `[R, T]`; by
         default, the next positions of each sequence.
@@ -207,8 +209,8 @@ def make_batch(
     Raises:
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.
       ValueError: If a list in a list of lists is empty.
-      ValueError: If a list or a NumPy array has a negative token id that is not padding. If a JAX
-        array has one, `init_batch` refuses the batch (`Reason.NEGATIVE_TOKEN`).
+      ValueError: If a list or a NumPy array has a negative token id that is not padding. For a JAX
+        array with a negative token id, `init_batch` refuses the batch (`Reason.NEGATIVE_TOKEN`).
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.
@@ -394,9 +396,10 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the lowest id of each set of ids, `[..., n]`, and an array of the other ids.
+    """Return the lowest id of each set of ids, and an array of the other ids.
 
-    If each set has one id, None is returned in place of the second array.
+    The argument `sets` has the shape `[..., n]`. If each set has one id, None is returned in place
+    of the second array.
     """
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)

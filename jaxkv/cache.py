@@ -1,6 +1,7 @@
 """`Cache`: an immutable value of a small table and large buffers.
 
-Edits that change only the table are compiled without buffers; outside of `jit` they copy no buffer.
+Edits that change only the table are compiled as functions of the table. Outside of `jit`, such an
+edit therefore copies no buffer.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
       hybrid cache, a tuple of the buffers of the parts.
-    written: while tracing, the last ubatch that was written to a layer, and the numbers of all
-      layers to which it was written. A second write of the ubatch to a layer raises a ValueError.
-      The pytree omits this field.
+    written: while tracing, the last ubatch whose keys were written, and the numbers of the layers
+      to which they were written. A second write of the ubatch to one of these layers raises a
+      ValueError. The pytree omits this field.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -137,12 +138,12 @@ class Cache(Partitioned):
         return _used(self.table)
 
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
-        """Return whether a sequence can continue at `pos` once tokens from `pos` on are removed.
+        """Return whether a sequence can continue at `pos` without its tokens at `pos` and later.
 
         The result is True if `seq_rm(cache, seq, pos)` is not refused, and `init_batch` expects the
-        next token of the resulting cache at `pos`. Gaps at earlier positions do not matter. Every
-        sequence can continue at position 0. An empty sequence can continue at any position. The
-        result may be True for a full cache.
+        next token of the sequence at `pos` after this removal. Gaps at earlier positions do not
+        matter. Every sequence can continue at position 0. An empty sequence can continue at any
+        position. The result may be True for a full cache.
 
         Raises:
           ValueError: If an argument is a list, or a concrete id is not from 0 to Q - 1.

@@ -130,9 +130,10 @@ class CacheSpec:
         """Return the spec of recurrent layers.
 
         A batch always fits, since the cache has cells for E + 1 states of each sequence. E is the
-        argument `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share
-        states; a shared state is never overwritten. `seq_pos_min` returns the position of the
-        oldest stored state. For edits of states, see `seq_rm`, `seq_cp`, `seq_add` and `seq_div`.
+        argument `max_rollback` of `make_cache`. After a `seq_cp` within a stream, the source and
+        the target share states; a shared state is never overwritten. `seq_pos_min` returns the
+        position of the sequence's oldest stored state. For edits of states, see `seq_rm`, `seq_cp`,
+        `seq_add` and `seq_div`.
 
         A cache can serve as a checkpoint until its buffers are donated. An edited cache has the
         same buffers as the cache before the edit, so a donation invalidates both caches. To keep a
@@ -142,14 +143,14 @@ class CacheSpec:
           layers: L, the number of layers.
           states: dict from the name of each state to a `jax.ShapeDtypeStruct`, or to a tuple
             `(shape, dtype)`. The shape is that of one sequence in one layer.
-          shard_dims: dict from the names of states that a mesh may split to tuples (dimension, n),
-            such as (0, heads). The dimension consists of n equal blocks.
+          shard_dims: dict from names of states to tuples (dimension, n), for states that a mesh may
+            split. The dimension consists of n equal blocks, for example of n heads.
 
         Raises:
           TypeError: If a count is not an integer, or `states` has the wrong type.
           ValueError: If there are no states, or a count is out of range.
           ValueError: If `shard_dims` contains an unknown state, a dimension that the state does not
-            have, or a number of parts that does not divide the dimension.
+            have, or a number n that does not divide the size of the dimension.
 
         Examples:
           A model that halves a state of two numbers at each token and then adds the token:
@@ -203,10 +204,11 @@ class CacheSpec:
         sequence then attends to the whole source of the sequence, regardless of positions. Without
         a source, the output is zero.
 
-        `seq_cp` and `seq_select` replace the source of the target by the source of the copied
-        sequence. If the range of `seq_cp` is empty, the target keeps its source. After a copy,
-        sequences of one stream share the source. `seq_rm` removes the source only together with the
-        whole sequence. Shifts, `seq_pos_min` and `seq_pos_max` ignore sources.
+        If `seq_cp` or `seq_select` copies a sequence to a target, the encoder source of the copied
+        sequence replaces that of the target. If the range of `seq_cp` is empty, the target keeps
+        its source. After a copy within a stream, both sequences share one encoder source. `seq_rm`
+        removes a source only if the range starts at position 0 and has no end. Shifts,
+        `seq_pos_min` and `seq_pos_max` ignore sources.
 
         Args:
           layers: L, the number of cross-attention layers.
@@ -306,7 +308,7 @@ class CacheSpec:
         )
 
     def _array_kinds_of_layer(self, number: int) -> list[str]:
-        """Return "keys" or "states" for each part that stores the layer."""
+        """Return "keys" or "states" for each part with arrays of the layer."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
@@ -383,7 +385,10 @@ def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | Value
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
-    """Raise if the rope rotates more numbers than a key has, or numbers of the value slice."""
+    """Raise if `rope` is not a rope, or is invalid for keys of size `key`.
+
+    A rope is invalid if it rotates more numbers than a key has, or numbers of the value slice.
+    """
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
             f"expected a rope or None, got {rope!r}; make one, as Rope.make(head_dim, base=10000.0)"

@@ -70,8 +70,8 @@ def _commit_if_all_ok(
 ) -> tuple[HybridTable, Bool[Array, ""]]:
     """Return the edited table and True if `ok` is True in all parts, else the old table and False.
 
-    The old table is also returned if the edit makes the last positions of a sequence differ between
-    parts.
+    The old table and False are also returned if the edit makes `missing` of a sequence True, see
+    `HybridTable.sequence_status`.
     """
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
@@ -84,7 +84,10 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy, with equal last positions, and these positions."""
+    """Return whether a copy is possible in all parts, and the last position of each target.
+
+    The copy is impossible if the last position of a target would differ between parts.
+    """
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -120,10 +123,11 @@ def _make_parts_query(
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls `method` of the part that stores a layer.
+    """Return a method that calls `method` of the part with the keys or states of a layer.
 
-    If `verb` is "attend", the part stores the keys of the layer; if "states", the states. If
-    `writes` is True, the first two results of `method` are the next table and buffers of the part.
+    If `verb` is "attend", this is the part with the keys of the layer. If `verb` is "states", it is
+    the part with the states of the layer. If `writes` is True, the first two results of `method`
+    are the next table and buffers of the part.
     """
 
     def call(
@@ -163,7 +167,7 @@ class HybridMaintenancePlan(MaintenancePlan):
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """Number of keys to rotate, or number of cells to move, in all parts."""
+        """Number of keys that an update rotates, or of cells that a defrag moves, in all parts."""
         return _sum([part.pending for part in self.parts])
 
     def is_current(self, table: HybridTable) -> Bool[Array, ""]:
@@ -273,7 +277,7 @@ class HybridTable(CacheTable):
         return 1 + max(layer for layers in self.layers for layer in layers)
 
     def check_buffers(self, buffers: tuple) -> None:
-        """Raise unless `buffers` has an entry for each part that fits the table of the part."""
+        """Raise unless `buffers` has one entry for each part, and each entry fits its part."""
         if len(buffers) != len(self.parts):
             raise ValueError(
                 f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}; join the "
@@ -306,7 +310,10 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
     ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-        """Compare last tokens in the first attention part, or else in the first part."""
+        """Compare the hashes that one part stores for last tokens with `contents`.
+
+        The part is the first attention part, or else the first part in which plans store tokens.
+        """
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
@@ -354,7 +361,7 @@ class HybridTable(CacheTable):
         )
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
-        """Rewind all parts; also return whether all parts can be restored."""
+        """Return `old` with hashes of `self`, and whether all parts of `old` can be restored."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)

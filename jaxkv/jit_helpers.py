@@ -62,7 +62,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
 
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a method of `CacheTable`; a table of a subclass runs the method of the subclass."""
+    """Compile a method of `CacheTable`; if a subclass overrides it, call the override."""
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return getattr(table, method.__name__)(*args, **kwargs)

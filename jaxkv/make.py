@@ -50,9 +50,10 @@ def make_cache(
       spec: layers, heads and windows of the model (`CacheSpec`).
       cells: N, the number of cells of each stream. A batch that needs more cells than are free is
         refused (`init_batch`). With a window of width W, the default is (W + ubatch_size +
-        max_rollback) * Q / S, rounded up to whole tiles or stripes. The default is enough for
-        sequences of any length; a larger number is reduced to the default. Recurrent layers ignore
-        `cells`. Cross-attention layers have N cells for encoder sources.
+        max_rollback) * Q / S. It is rounded up to a multiple of 64 with the placement "tiled", and
+        to a multiple of n with "striped:n". The default is enough for sequences of any length; a
+        larger number is reduced to the default. Recurrent layers ignore `cells`. Cross-attention
+        layers have N cells for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
@@ -65,32 +66,35 @@ def make_cache(
       ubatch_size: with a window, the largest number of tokens in a ubatch. The default N is
         computed from this number. With the default N, `init_batch` raises ValueError for a larger
         ubatch.
-      max_rollback: with a window, the number of last tokens of a sequence that can always be
-        removed if N is the default; default 32. If `max_rollback` equals `cells`, N is not reduced,
-        and any number of tokens can be removed as long as no stream was full. With recurrent
-        layers, `max_rollback` is E, the number of earlier states to store, each as large as the
-        current state; default 0.
+      max_rollback: with a window, a number of tokens; default 32. If N is the default, the last
+        `max_rollback` tokens of a sequence can always be removed. If `max_rollback` equals `cells`,
+        N is not reduced. Any number of last tokens can then be removed until a ubatch evicts cells
+        because too few cells are empty. With recurrent layers, `max_rollback` is E, the number of
+        earlier states to store, each as large as the current state; default 0.
       placement: order in which free cells of attention layers are taken, without effect on results.
-        None selects "tiled" on a CPU without a mesh if 8 or more sequences share a stream of 4,096
-        or more cells (and N is a multiple of 64), otherwise "any".
+        None selects "tiled" on a CPU without a mesh, if 8 or more sequences share a stream, N is at
+        least 4,096, and N is a multiple of 64. Otherwise, None selects "any".
 
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells; without such a run, a plan is refused.
         - "striped:n" divides a stream into n runs of N / n cells, and takes cells from one run
           after the other, up to 64 at a time. If n devices split the cells, tokens are spread
           evenly.
-        - "tiled" gives a sequence whole empty tiles of 64 cells; without empty tiles, any free
-          cells. On a CPU, a decode step of many sequences in one stream takes less time, but longer
-          to compile. N must be a multiple of 64, or below 256.
+        - "tiled" gives a sequence whole empty tiles of at most 64 cells. If no tile is empty, the
+          sequence gets any free cells. On a CPU, a decode step of many sequences in one stream
+          takes less time, but its compilation takes more time. N must be a multiple of 64, or below
+          256.
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
-        values. All layers must have equal sizes. The cache can be the carry of a `jax.lax.scan`
-        over layers, which compiles only one layer: `attend`, `write_kv` and `read_kv` accept a
-        traced int32 layer number. Calls with a number out of range write nothing and return NaN.
+        values. All layers must have equal sizes. `attend`, `write_kv` and `read_kv` then accept a
+        traced int32 layer number. The cache can thus be the carry of a `jax.lax.scan` over layers,
+        and only one layer is compiled. Calls with a number out of range write nothing and return
+        NaN.
       lanes: the size of a stored row is a multiple of this number, without effect on the results of
-        functions. Small heads share a row, except for dtypes of 8 bits; the rest of a row is zeros.
-        With 1, each head has a row without padding. The default is 128 on a TPU, which writes other
-        rows slowly; it is 1 on other platforms, and if there are several devices but no `mesh`.
+        functions. Small heads share a row, unless the dtype has 8 bits or values are slices of the
+        keys. The rest of a row is zeros. With 1, each head has a row without padding. The default
+        on a TPU is 128, since a TPU writes rows of other sizes slowly. The default is 1 on other
+        platforms; on a TPU it is also 1 if there are several devices but no `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes that split the cache; default `sharding.ShardingRules()`.
@@ -100,11 +104,12 @@ def make_cache(
       rows of n heads, `[S, K / n, N, row size]`. A recurrent layer has states
       `[S, Q / S * (E + 1), ...]`.
 
-    Stacked caches have these costs, measured in `docs/performance.md`:
+    Stacked caches have these costs (see also `docs/performance.md`):
 
     - A write copies all layers in three cases: outside of `jit`; on a CPU with bfloat16 or float8
       before jax 0.12; on a TPU with rows of fewer than 128 numbers.
-    - In a gradient with respect to the buffers, each layer adds an array of the size of all layers.
+    - For each layer, a gradient with respect to the buffers copies or adds an array of the size of
+      all layers.
     - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy the layer.
 
     Raises:
@@ -119,7 +124,8 @@ def make_cache(
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
-      ValueError: If an axis would split two dimensions, or `sharding_rules` has no mesh.
+      ValueError: If an axis would split two dimensions.
+      ValueError: If `sharding_rules` is given, but no `mesh`.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)

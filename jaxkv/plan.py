@@ -109,7 +109,10 @@ class Reason(IntEnum):
 
 
 class PlanRefusedError(RuntimeError):
-    """Error for a refused plan, or for a snapshot without enough free cells. No cache changes."""
+    """Error for a refused plan, or if a snapshot or samples do not fit into the free cells.
+
+    No cache changes.
+    """
 
 
 @jax.tree_util.register_dataclass
@@ -122,8 +125,8 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, UNKNOWN_SEQUENCE replaces every OK.
-    fits: Whether each sequence gets cells if sequences are placed one after the other, in the order
-      of their numbers of new tokens.
+    fits: Whether each sequence gets cells if sequences are placed one after the other. The sequence
+      with the fewest new tokens is placed first.
     expected, actual: the required and the actual value for each refused sequence. The values are
       positions or numbers of free cells, depending on the reason.
 
@@ -139,7 +142,7 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The ubatch of a plan of one ubatch, for example from `plan_step`.
+        """The only ubatch of the plan, for example of a plan of `plan_step`.
 
         Raises a ValueError if the plan does not have exactly one ubatch.
         """

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: values that a model and a cache share."""
+"""`Rope`: the rotary position embedding of a layer, for models and for caches."""
 
 from __future__ import annotations
 
@@ -187,10 +187,10 @@ class Rope:
           factor: ratio of the new context length to the original one.
           original: number of positions of the original context.
           base: base of the unscaled rope, see `Rope.make`.
-          beta_fast: if a pair turns more often than this within the original context, its frequency
-            is unchanged.
-          beta_slow: if a pair turns less often than this within the original context, its frequency
-            is divided by the factor. Frequencies between the limits are interpolated.
+          beta_fast: if a pair turns more than `beta_fast` times within the original context, its
+            frequency is unchanged.
+          beta_slow: if a pair turns fewer than `beta_slow` times within the original context, its
+            frequency is divided by `factor`. Frequencies between the limits are interpolated.
           attention_factor: number by which rotated queries and keys are multiplied. None means
             0.1 ln(`factor`) + 1 if `factor` is above 1, else 1.
           truncate: `beta_fast` and `beta_slow` are converted to indices of pairs. If True, the
@@ -269,9 +269,10 @@ def _angles(
 ) -> Float[Array, "*n pairs"]:
     """Return the angle of each pair in float32, with full turns removed.
 
-    A float32 product of position and frequency has an error of position * 2**-24. Frequencies are
-    therefore 64-bit integers, in units of 2**-64 turns. An overflow of the int32 product of the
-    position and the upper 32 bits drops full turns only.
+    A float32 product of position and frequency has an error of position * 2**-24. Each frequency is
+    therefore converted to an integer of 64 bits, in units of 2**-64 turns. The upper 32 bits of the
+    integer are multiplied by the position in int32. If this product overflows, only full turns are
+    lost.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

@@ -80,7 +80,10 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return whether `ids[i]` and `others[i]` are in one stream for all i; False if unknown."""
+    """Return whether `ids[i]` and `others[i]` are in the same stream for all i.
+
+    If S is above 1 and an id is traced, the result is False.
+    """
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
@@ -104,7 +107,7 @@ def mask_unchanged_targets(
     """Return parents and targets, with Q in place of each target that does not change.
 
     A target does not change if target and parent are equal, or if one of the two is not a sequence
-    id. If a traced target is repeated, only the last entry is used.
+    id. If a traced target is repeated, only the last entry that changes the target is used.
     """
     count = spec.sequences
     is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)

@@ -49,8 +49,8 @@ class Admission(NamedTuple):
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
     fits_in_one_run: Like `fits`; but with contiguous placement, only the cells of the longest run
       of free cells are counted.
-    num_remaining: Number of cells that remain in the stream of each sequence after the
-      sequences that fit are placed.
+    num_remaining: Number of free cells in the stream of each sequence. Without a window, the cells
+      for the sequences that fit are subtracted.
     """
 
     fits: Bool[Array, " Q"]
@@ -84,11 +84,11 @@ class MaintenancePlan(Partitioned):
     @property
     @abstractmethod
     def pending(self) -> Int32[Array, ""]:
-        """Number of keys to rotate, or number of cells to move."""
+        """Number of keys that an update rotates, or of cells that a defrag moves."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether a plan with concrete values rotates no keys and moves no cells."""
+        """Whether the plan rotates no keys and moves no cells; the plan must not be traced."""
         return not self.pending
 
     @abstractmethod
@@ -117,7 +117,8 @@ class CacheTable(Partitioned):
 
     An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
     A range has the positions from `start` to `stop` - 1. A negative start means 0, a negative stop
-    means no end, and stop 0 means an empty range. A refused edit returns the old table and False.
+    means no end, and stop 0 means an empty range. An edit that can be refused returns a table and a
+    flag `ok`. If the edit is refused, it returns the old table and False.
     """
 
     @property
@@ -132,7 +133,7 @@ class CacheTable(Partitioned):
     @property
     @abstractmethod
     def is_batch(self) -> bool:
-        """Whether the arrays have a leading axis for a batch of caches, as `vmap` adds it."""
+        """Whether the table is for a batch of caches: each array has another leading axis."""
 
     sharding_rules: ShardingRules | None
     """Mesh axes that split the cache; None on one device."""
@@ -143,7 +144,10 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table, and of the buffers unless None."""
+        """Return a `PartitionSpec` for each array of the table and the buffers.
+
+        If `buffers` is None, the second result is None.
+        """
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
@@ -191,7 +195,7 @@ class CacheTable(Partitioned):
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
     ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-        """Return the content of each sequence's last token, and whether it equals `contents`."""
+        """Return a hash of each sequence's last token, and which hashes equal `contents`."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:
         """Return which sequences have a token, an evicted token, or an encoder source."""
@@ -241,7 +245,8 @@ class CacheTable(Partitioned):
         """Return which streams have enough cells for sequences of the given `lengths`.
 
         `lengths` has the largest number of tokens of each sequence. At most `at_once` tokens of a
-        stream are computed at once. With contiguous placement, a defrag may be required.
+        stream are computed at once. With contiguous placement, a defrag may be required before the
+        tokens can be placed.
         """
 
     @abstractmethod
@@ -252,7 +257,7 @@ class CacheTable(Partitioned):
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
         """Return the slots of a part in which a ubatch stores no tokens.
 
-        The result is None if layers of the part must raise an error for the ubatch.
+        If the result is None, calls with the ubatch, such as `attend`, raise for layers of the part.
         """
         del ubatch
 
@@ -278,7 +283,7 @@ class CacheTable(Partitioned):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Remove a range of `seq` (-1: all sequences); return the table and a flag."""
+        """Remove a range of `seq` (-1: all sequences); return the table and the flag `ok`."""
 
     @abstractmethod
     @assignable
@@ -342,7 +347,7 @@ class CacheTable(Partitioned):
         delta: Int32[Array, ""],
         gap: Int32[Array, ""] | None = None,
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Add `delta` to the positions of a range of a sequence; return the table and a flag.
+        """Add `delta` to the positions of a range of a sequence; return the table and `ok`.
 
         If `gap` is not None, the caller ensures that the sequence has no token at positions
         `[gap, start)`, not even an evicted token.
@@ -368,12 +373,12 @@ class CacheTable(Partitioned):
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Divide the positions of a range, rounding down; return the table and a flag."""
+        """Divide the positions of a range, rounding down; return the table and `ok`."""
 
     @abstractmethod
     @assignable
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return whether a sequence can continue at a position after later tokens are removed."""
+        """Return whether a sequence can continue at `pos` without its tokens at `pos` and later."""
 
     @abstractmethod
     def plan_shift(self) -> MaintenancePlan:
@@ -386,7 +391,10 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with hashes of `self`, and whether the used cells of `old` are unchanged."""
+        """Return `old` with hashes of `self`, and whether `old` can be restored.
+
+        `old` can be restored if its used cells have the same hashes in `old` and in `self`.
+        """
 
     @abstractmethod
     @assignable
@@ -409,7 +417,7 @@ class CacheTable(Partitioned):
         v: Float[Array, "R T K Dv"] | None = None,
         **options: object,
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values unless None, and attend; for options see `jaxkv.attend`."""
+        """Write keys and values, if given, and attend; for options see `jaxkv.attend`."""
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
@@ -458,7 +466,7 @@ class CacheTable(Partitioned):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R E+1 ..."]],
     ) -> tuple[Self, PyTree]:
-        """Write the states after the last tokens of each row, oldest state first."""
+        """Write the last E + 1 states of each row, oldest state first."""
         del buffers, layer, ubatch, states
         raise TypeError(
             f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "

@@ -105,7 +105,9 @@ def max_lookback(window: Window) -> int:
 
 
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the lowest position that a token attends to; it never decreases with `position`.
+    """Return the lowest position to which the token at `position` attends.
+
+    The result is never lower for a higher `position`.
 
     >>> [first_seen(x, jnp.int32(6)).item() for x in (None, Window.sliding(3), Window.chunked(4))]
     [0, 4, 4]
@@ -124,7 +126,9 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position that a token attends to; `visible_until` overrides `causal`.
+    """Return the highest position to which the token at `position` attends.
+
+    If `visible_until` is given, `causal` is ignored.
 
     >>> last_seen(Window.symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
     8

@@ -70,9 +70,10 @@ def pad_queries(
 def take_own_heads(
     out: Float[Array, "P _ X W"], heads_per_row: int, value_dim: int
 ) -> Float[Array, "P _ X Dv"]:
-    """Return the part of each query's weighted sum of rows that belongs to the query's head.
+    """Return, for each query, the values of its own head from its weighted sum of rows.
 
-    The X queries of a row are in the order of the row's heads.
+    The argument `out` has a weighted sum for each query, with the values of all heads that share a
+    row. The X queries of a row are in the order of the row's heads.
     """
     if out.shape[3] == value_dim:
         return out

@@ -78,7 +78,7 @@ def map_arrays(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
 
 
 def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
-    """Return the given streams of arrays `[S, ...]`, or all streams for None."""
+    """Return the given streams of arrays `[S, ...]`; all streams if `streams` is None."""
 
     def gather_array(x: jax.Array | LayerView) -> jax.Array:
         if isinstance(x, LayerView):

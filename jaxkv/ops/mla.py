@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class ValueSlice:
-    """Slice of the key of a cell that is also its value; used in place of an array of values.
+    """Slice of the keys that serves as the values, in place of an array of values.
 
     first: First dimension of the slice.
     last: One past the last dimension of the slice.

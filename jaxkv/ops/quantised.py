@@ -98,9 +98,10 @@ def dequantised_dtype(x: Stored) -> jnp.dtype:
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers in the format of `like`: quantised if `like` is, otherwise unchanged.
 
-    Codes are rounded to the nearest, ties to even, and have no derivative. If a number of a head is
-    not finite, all decoded numbers of the head are NaN. The numbers have the dtype
-    `dequantised_dtype(like)`, and may have another shape than `like`.
+    Each number is divided by its scale, and rounded to the nearest code, ties to even. Codes and
+    scales have no derivative. If a number of a head is not finite, all decoded numbers of the head
+    are NaN. The argument `numbers` has the dtype `dequantised_dtype(like)`. Its shape may differ
+    from that of `like`.
     """
     if not isinstance(like, Quantised):
         return numbers

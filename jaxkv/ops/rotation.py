@@ -1,7 +1,8 @@
 """Rotation of stored keys to new positions, without accumulating rounding errors.
 
-A key of 16 or 8 bits is first rotated to position 0, and rounded to a grid. Grid points are at
-least twice the rounding error apart, so each later rotation of the key starts from the same point.
+A key of 16 or 8 bits is first rotated to position 0 and rounded to a grid, and then rotated to its
+new position. The distance between grid points is at least twice the rounding error of a stored key.
+Therefore all later rotations of the key start from the same grid point.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WIDTH = np.float32(2**0.5)
 def rotate_keys(
     keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope
 ) -> Numbers:
-    """Rotate keys `[C, K, D]` from old to new positions, without the attention factor."""
+    """Rotate keys `[C, K, D]` from positions `start` to `stop`; ignore the attention factor."""
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rope.rotate(keys, stop - start)
