@@ -257,7 +257,7 @@ class CacheTable(Partitioned):
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
         """Return the slots of a part in which a ubatch stores no tokens.
 
-        If the result is None, calls with the ubatch, such as `attend`, raise for layers of the part.
+        If the result is None, calls with the ubatch, such as `attend`, raise for the part's layers.
         """
         del ubatch
 
