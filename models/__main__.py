@@ -8,7 +8,11 @@ from typing import Any
 
 
 def leave(signum: int, frame: Any) -> None:
-    """End the process at once; an extension that is being loaded could catch an exception."""
+    """End the process at once, without an exception.
+
+    An extension module that is being imported could catch an exception, and the
+    process would continue.
+    """
     os.write(2, b"\n")
     os._exit(130)
 

@@ -15,10 +15,10 @@ from jaxkv.generation.model_step import compiled_step
 def lower_steps(
     model: Any, cache: Any, plans: Sequence[jaxkv.Plan]
 ) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
-    """Lower the programs of prefill plans, each program once.
+    """Lower the programs that prefill plans need; plans with equal shapes share programs.
 
-    Returns functions that compile the programs, as jobs for `compile_all`. Also returns an array of
-    zeros for each plan, in the shape of the plan's logits.
+    Returns functions that compile the programs, as jobs for `compile_all`. Also returns one array
+    of zeros for each plan, which has the shape of the logits that the plan outputs.
     """
     step, jobs, blanks = compiled_step(model.forward), [], {}
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
@@ -65,7 +65,7 @@ def compile_all(
 
 @contextmanager
 def counting(*, traces: bool = False) -> Iterator[Callable[[], int]]:
-    """Count the programs that this process compiles or reads from disk inside the context.
+    """While the context is active, count programs that are compiled or read from disk.
 
     Yields a function that returns the count. If `traces` is True, traced functions are counted too.
     """

@@ -1,4 +1,4 @@
-"""Memory of a model and its cache on each device of a mesh, before allocation."""
+"""Memory that a model and its cache need on each device of a mesh; nothing is allocated."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,10 +19,11 @@ from models.model import Model, name_of, on_mesh
 class Part:
     """Memory of a cache part, which contains the buffers of all layers of one kind.
 
-    kind: name of the kind of layers, from `kind_of`.
-    each: bytes of one `unit` in all layers of the part, summed over devices.
-    unit: "token" of a sequence, or "sequence" for recurrent states.
-    kept: number of cells of each sequence in layers with a window; None for other layers.
+    kind: kind of the layers, such as "full attention" (see `kind_of`).
+    each: bytes for each token or for each sequence (see `unit`) in all layers of the part, summed
+      over devices.
+    unit: "sequence" for recurrent states; "token" for other layers.
+    kept: number of cells for each sequence if the layers have a window; otherwise None.
     on_device: bytes of the buffers on each device.
     """
 
@@ -39,11 +40,11 @@ class Costs:
     """Memory of a model and its cache on each device of a mesh.
 
     mesh: sizes of the mesh axes, by name.
-    cache: `sequences`, `streams` and `cells` of the cache; `cells` is None if no layer has full
-      attention.
+    cache: values of the options `sequences`, `streams` and `cells` of the cache; None for each
+      absent option.
     parts: memory of each kind of layer.
     splits: names of the arrays that each mesh axis splits.
-    whole: bytes of replicated params, by reason.
+    whole: for each reason for replication, the bytes of the params that are replicated for it.
     """
 
     mesh: Mapping[str, int]
@@ -54,7 +55,10 @@ class Costs:
     whole: Mapping[str, int]
 
     def a_sequence(self, length: int | None) -> int:
-        """Return the bytes of the buffers of a sequence with `length` tokens, on all devices."""
+        """Return the bytes that a sequence of `length` tokens needs in the buffers of the cache.
+
+        The bytes are summed over devices.
+        """
         found = 0
         for part in self.parts:
             tokens = length if part.kept is None else min(length or part.kept, part.kept)
@@ -63,9 +67,10 @@ class Costs:
 
 
 def costs_of(model: Model, **sizes: Any) -> Costs:
-    """Return the memory of a model on its mesh; `sizes` are options of `Model.make_cache`.
+    """Return the memory of a model and a cache on the mesh of the model.
 
-    Raises a ValueError if the sizes are inconsistent, or the mesh cannot split the sizes.
+    The keyword arguments `sizes` are options of `Model.make_cache`. Raises a ValueError if the
+    sizes are inconsistent, or cannot be divided among the devices of the mesh.
     """
     cache = model.cache_shapes(**sizes)
     return Costs(
@@ -79,9 +84,10 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
 
 def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
-    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if this is the model's mesh.
+    """Return the memory on the mesh that `jaxkv.sharding.fit_mesh` returns.
 
-    Raises a ValueError if no mesh fits the heads, or the new mesh cannot split the sizes.
+    Returns None if `fit_mesh` returns the mesh of the model. Raises a ValueError if `fit_mesh`
+    finds no mesh for the heads, or if the sizes cannot be divided among the devices of its mesh.
     """
     cache = model.cache_shapes(**sizes)
     mesh, rules = fit_mesh(cache, model.mesh, model.rules)
@@ -91,10 +97,10 @@ def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
 def most_sequences(
     model: Model, *, room: int, length: int | None, streams: int, **sizes: Any
 ) -> int:
-    """Return how many sequences fit next to the params in `room` bytes of each device.
+    """Return how many sequences fit if each device has `room` bytes, also for the params.
 
-    The argument `length` is the number of tokens of each sequence; None if the cache size is
-    independent of length. All streams have the same number of sequences.
+    The argument `length` is the number of tokens of each sequence. It is None if the size of the
+    cache does not depend on this number. All streams have the same number of sequences.
     """
 
     def fits(each: int) -> bool:
@@ -117,13 +123,13 @@ def most_sequences(
 
 
 def whole_cells(model: Model, tokens: int) -> int:
-    """Round a number of tokens up to a multiple of the number of devices that split cells."""
+    """Round a number of tokens up to a multiple of the number of devices along `cells` axes."""
     devices = model.rules.devices(model.mesh, "cells")
     return -(-tokens // devices) * devices
 
 
 def whole_bytes(model: Model) -> dict[str, int]:
-    """Return the bytes of replicated params, by the reason for replication."""
+    """Return a dict from each reason for replication to the bytes of the replicated params."""
     bytes_of, why = Counter[str](), model.whole_weights()
     for path, array in jax.tree_util.tree_leaves_with_path(model.params):
         if reason := why.get(name_of(path)):

@@ -2,7 +2,7 @@
 
 
 class ModelError(Exception):
-    """A model that cannot be loaded or run; the message is a sentence with a remedy."""
+    """Error for a model that cannot be loaded or run; the message also says how to fix it."""
 
 
 def brief(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Identity of a model, to check that a saved cache belongs to it."""
+"""Identity of a model, to check that a saved cache was computed by the same model."""
 
 import hashlib
 from dataclasses import asdict
@@ -14,9 +14,9 @@ from models.model import Model, name_of
 def fingerprint(model: Model) -> dict[str, Any]:
     """Return an identity of a model for `jaxkv.snapshot`, as JSON values.
 
-    The identity contains the architecture, the dtype, and a digest of config and params. The digest
-    covers the fields of the config except `implementation`, and the name, shape, dtype and first
-    vector of each param.
+    The identity contains the architecture, the dtype, and one digest of the config and the
+    params. For each param, the digest covers the name, the shape, the dtype and the first vector.
+    It also covers all fields of the config except `implementation`.
     """
     found = hashlib.sha256()
     sizes = asdict(model.config)

@@ -18,14 +18,15 @@ class Generated:
 
     prompt_tokens: number of tokens of all prompts; samples of a prompt count once.
     compile_seconds: time of compilation, which is not part of the other times.
-    prompt_seconds: time until the first token of each text was sampled.
-    decode_seconds: time after the first tokens, for `decoded` tokens, including stop tokens.
+    prompt_seconds: time to compute the prompts and to sample the first token of each text.
+    decode_seconds: time to generate the tokens after the first tokens.
+    decoded: number of tokens after the first tokens, including stop tokens.
     tried: number of draft tokens; the field `accepted` is the number of accepted draft tokens.
     cells: number of cells of all streams in layers with full attention.
-    used: number of used cells at the end, in the cache part with the most used cells.
+    used: number of used cells after generation, in the cache part where this number is largest.
     nbytes: bytes of the whole cache.
     compiles: number of programs compiled after the warm-up, expected to be 0.
-    interrupted: whether an interrupt ended the texts.
+    interrupted: whether an interrupt ended the generation.
     """
 
     texts: list[Text]
@@ -51,10 +52,10 @@ def generate_texts(
     on_text: OnText | None = None,
     on_compile: Callable[[int, int], None] | None = None,
 ) -> Generated:
-    """Continue prompts in one cache; each text is equal to a text generated alone.
+    """Continue prompts in one cache; a text does not depend on the other prompts.
 
-    All programs are compiled first, so that the times exclude compilation. An interrupt during
-    generation ends the texts.
+    All programs are compiled first, so that the times exclude compilation. A KeyboardInterrupt
+    after the prompts were computed is caught, and ends all unfinished texts.
 
     Args:
       model: model from `models.load`.
@@ -64,8 +65,8 @@ def generate_texts(
       on_compile: called with the number of compiled programs and the number of all programs.
 
     Raises:
-      PlanRefusedError: If the prompts do not fit the cache; raised before compilation.
-      ModelError: If the cache does not fit the device; raised before allocation.
+      PlanRefusedError: If the cache is too small for the prompts; raised before compilation.
+      ModelError: If the device has too little memory for the cache; raised before allocation.
       ValueError: If there is no prompt, or a prompt is empty.
     """
     check_prompts(prompts)

@@ -13,7 +13,8 @@ LIMIT = 64 * 2**20
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty dict if the file does not exist.
 
-    Raises `ModelError` if the file is larger than `LIMIT`, is not JSON, or contains no object.
+    Raises `ModelError` if the file is larger than `LIMIT`, is not JSON, or if its value is not an
+    object.
     """
     if not path.is_file():
         return {}

@@ -20,9 +20,10 @@ class Split:
     axis: dimension that may be split.
     parts: number of indivisible parts; the parameter is replicated if `parts` is not a multiple of
       the number of devices.
-    of: name of the parts, in the plural; the singular is without the first s that ends a word.
-    with_cells: whether devices that split cells also split the parts. False for parts of heads,
-      since all devices with cells of a head need the whole head.
+    of: name of the parts in the plural, for messages. For the singular, the final "s" of the
+      first word that ends with "s" is removed.
+    with_cells: whether the mesh axes that split cells may also split the parameter. False for parts
+      of heads, since each device that has some cells of a head needs the whole head.
     """
 
     axis: int
@@ -33,8 +34,9 @@ class Split:
     def over(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> NamedSharding:
         """Return the sharding of the parameter on a mesh.
 
-        The first tuple of `_ways` whose number of devices divides `parts` splits the parameter. If
-        there is no such tuple, or only one part, the parameter is replicated.
+        The tuples of axes from `_ways` are tried in order. The first tuple whose number of devices
+        divides `parts` splits the parameter. If no number divides `parts`, or if `parts` is 1, the
+        parameter is replicated.
         """
         for axes in self._ways(mesh, rules):
             if axes and self.parts > 1 and self.parts % _devices(mesh, axes) == 0:

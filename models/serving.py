@@ -23,9 +23,9 @@ FINISH: dict[serving.FinishReason, Finish] = {
 
 
 class TooLongError(ValueError):
-    """Error for a prompt that, with its text, does not fit the cache.
+    """Error if the cache is too small for a prompt with its text.
 
-    enough: number of cells of each stream that is sufficient for all prompts.
+    enough: number of cells for each stream with which this error does not occur.
     """
 
     def __init__(self, message: str, enough: int):
@@ -34,24 +34,26 @@ class TooLongError(ValueError):
 
 
 class Serving:
-    """Continuation of many prompts in a few sequences; each text equals a text generated alone.
+    """Continuation of many prompts in a few sequences; no text depends on the other prompts.
 
     Args:
       model: model from `models.load`.
       prompts: token ids of each prompt.
       sequences: largest number of prompts that run at once.
-      sampling: options of `generation.make_sampler`, with a number for each option.
-      seed: seed of each text; samples are independent of other texts.
+      sampling: names and values of options of `generation.make_sampler`; the values are numbers.
+      seed: seed that is used for every text.
       max_tokens: largest number of tokens of a text.
-      cells: number of cells of each stream; the default fits any prompts that may run at once.
-      ubatch_size: largest number of prompt tokens computed at once. The default is 128, or a
-        smaller power of two if the prompts that may run at once are shorter.
-      streams: "split" for a stream for each sequence, or "unified" for one stream.
+      cells: number of cells of each stream. The default is enough for the longest prompts that can
+        run at once, with their texts.
+      ubatch_size: largest number of prompt tokens computed at once. The default is 128. If the
+        longest prompts that can run at once have fewer tokens together, the default is this number
+        of tokens, rounded up to a power of two.
+      streams: "split" for one stream for each sequence, "unified" for one stream for all sequences.
 
     Raises:
-      TooLongError: If a prompt with its text does not fit the cache.
+      TooLongError: If the cache is too small for a prompt with its text.
       ValueError: If there is no prompt, or a prompt is empty.
-      ModelError: If the cache does not fit the device.
+      ModelError: If the device has too little memory for the cache.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Serving:
         self._engine.warm_up()
 
     def texts(self, on_step: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Text]]:
-        """Run until all texts have ended; yield the prompt's index and the text when a text ends.
+        """Run until all texts have ended; when a text ends, yield its prompt's index and the text.
 
         `on_step` is called before each step. An exception from `on_step` ends the run.
         """
@@ -121,9 +123,10 @@ class Serving:
             yield from self._take_ended()
 
     def rest(self) -> Iterator[tuple[int, Text]]:
-        """Yield the remaining texts after an interrupt; some of these texts are incomplete.
+        """After an interrupt, yield the texts that the method `texts` has not yielded.
 
-        No step is run, since the interrupt may have occurred during a step.
+        Texts that have not ended are incomplete; texts without tokens are left out. No step is run,
+        since the interrupt may have occurred during a step.
         """
         yield from self._take_ended()
         for i, prompt in enumerate(self._prompts):

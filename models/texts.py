@@ -13,9 +13,10 @@ with NaN or +inf, or an interrupt."""
 
 
 def finish_of(reason: int) -> Finish:
-    """Return why a text ended, from a `reason` of `DecodeState`.
+    """Return why a text ended, from the text's value in the field `reason` of `DecodeState`.
 
-    Do not call it for a text that ended with a stop token or at the limit of tokens.
+    A text must not be passed if it ended with a stop token or at the limit of tokens: the field
+    does not contain these reasons.
     """
     others: dict[int, Finish] = {
         jaxkv.Reason.OK: "no token",
@@ -25,7 +26,7 @@ def finish_of(reason: int) -> Finish:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    """Raise a ValueError if there is no prompt, or a prompt without tokens."""
+    """Raise a ValueError if there is no prompt, or if a prompt has no tokens."""
     short = [i for i, prompt in enumerate(prompts, 1) if not len(prompt)]
     if short or not len(prompts):
         problem = f"none in prompt {short[0]}" if short else "no prompts"
@@ -57,7 +58,7 @@ class Text:
         tokenizer: Tokenizer,
         stop_tokens: frozenset[int],
     ) -> Self:
-        """Return the `Text` of generated tokens, with a final stop token removed."""
+        """Return the `Text` of generated tokens; if the last token is a stop token, remove it."""
         tokens = [int(token) for token in tokens]
         if tokens and tokens[-1] in stop_tokens:
             tokens, finish = tokens[:-1], "stop"
@@ -92,7 +93,7 @@ class Writer:
         self.stream = self.tokenizer.stream()
 
     def write(self, tokens: Sequence[int]) -> int:
-        """Append tokens until the text ends; return the number of tokens up to the end."""
+        """Append tokens until the text ends; return how many were used, including a stop token."""
         if self.finish is not None:
             return 0
         piece, num_taken = "", 0
@@ -114,12 +115,15 @@ class Writer:
         return num_taken
 
     def end(self, finish: Finish, piece: str = "") -> None:
-        """End the text with a last piece."""
+        """End the text with a last piece.
+
+        The last piece is `piece`, and a replacement character if the last character is incomplete.
+        """
         self.finish = finish
         self._tell(piece + self.stream.end(), True)
 
     def outcome(self, prompt_tokens: list[int]) -> Text:
-        """Return the finished text as a `Text`."""
+        """Return the result as a `Text`; call this method after the text has ended."""
         return Text(
             prompt_tokens=prompt_tokens,
             tokens=self.tokens,

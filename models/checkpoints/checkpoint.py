@@ -33,7 +33,10 @@ class Tensor:
         return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
 
     def cut(self, parts: int) -> "Tensor":
-        """Reshape the first dimension to `[parts, n]`; raise a ValueError for other lengths."""
+        """Split the first dimension into two dimensions `[parts, n]`.
+
+        Raises a ValueError if its length is not a multiple of `parts`.
+        """
         return self.map(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 
@@ -55,7 +58,10 @@ def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def check_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
-    """Return the values of a tensor; raise `ModelError` for integers, which are packed weights."""
+    """Return the values of a tensor; raise `ModelError` if they are integers.
+
+    A tensor of integers contains packed weights, which are not supported.
+    """
     if values.dtype.kind in "biuc":  # NumPy does not count bfloat16 among floating-point numbers
         raise ModelError(
             f"{source}: expected floating-point numbers in {name}, got {values.dtype}; give the "
@@ -124,7 +130,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def check_all_asked(self) -> None:
-        """Raise `ModelError` if a tensor that has an effect was not requested."""
+        """Raise `ModelError` if a tensor was not requested, although it has an effect on logits."""
         for name, tensor in self.tensors.items():
             if name not in self.asked and not left_out(name, self.config):
                 raise ModelError(

@@ -209,10 +209,12 @@ def complete(
 
     - `rope_theta` and `rope_scaling` are at the top level, see `models.checkpoints.stretches`.
     - `layer_types` has "full_attention", "sliding_attention" or "linear_attention" (recurrent) for
-      each layer, and `sliding_window` is None if windows are switched off.
-    - `intermediate_size` is the size of the tensors; LFM2 files derive the size from other keys.
-    - `tie_word_embeddings`, `attention_bias` and `mamba_rms_norm` agree with the tensors. A missing
-      `vocab_size` is inferred from the tensors.
+      each layer. `sliding_window` is None if `use_sliding_window` is False.
+    - `intermediate_size` is the width of the feed-forward tensors. For LFM2 files it is computed
+      from several keys.
+    - `tie_word_embeddings` is True if there is no tensor `lm_head.weight`, or if the key is True
+      (the key of T5 files is ignored).
+    - Missing `attention_bias`, `mamba_rms_norm` and `vocab_size` are inferred from the tensors.
 
     Args:
       config: keys of the file, with `model_type`.
@@ -266,10 +268,10 @@ def complete(
 
 
 def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes that `complete` requires, inferred from a config alone.
+    """Return shapes of the tensors that `complete` looks up, inferred from a config alone.
 
-    An absent key has the default of the family's class in `transformers`. Raises `ModelError` if
-    the vocabulary size is unknown.
+    The shapes are incomplete: at most the first dimension is given. An absent key has the default
+    of the family's class in `transformers`. Raises `ModelError` if the vocabulary size is unknown.
     """
     family = config["model_type"]
     size = config.get("vocab_size") or _VOCABULARY.get(family)

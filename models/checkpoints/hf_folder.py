@@ -23,7 +23,10 @@ _PREFIXES = (
 
 
 def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
-    """Open a Hugging Face folder; tensors are read on demand, or absent without `weights`."""
+    """Open a Hugging Face folder; tensors are read on demand.
+
+    If `weights` is False, the checkpoint has no tensors.
+    """
     top = read_json(folder / "config.json")
     if not top:
         raise ModelError(
@@ -70,7 +73,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
-    """Return the end-of-text ids in configs; the value of each config is an id or a list of ids."""
+    """Return the ids in `eos_token_id` of configs; each value is an id or a list of ids."""
     ends: set[int] = set()
     for config in configs:
         found = config.get("eos_token_id")
@@ -82,7 +85,7 @@ def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
 
 
 def _tensors(folder: Path, *, packed: bool) -> dict[str, Tensor]:
-    """Return the tensors of a folder, which are unpacked from MXFP4 if `packed` is True."""
+    """Return the tensors of a folder; if `packed` is True, unpack MXFP4 tensors."""
     from safetensors import safe_open
 
     shards, names = _shards(folder)

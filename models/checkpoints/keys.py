@@ -1,7 +1,8 @@
-"""Keys of `config.json` that are read, that must have one value, or that have no effect.
+"""Allowed keys of `config.json`, and the supported values of some of these keys.
 
-Every other key raises an error, since an unread key could change the computation. Null values count
-as absent, as in `transformers`.
+An allowed key is read, or is checked for a supported value, or has no effect. All keys that are not
+allowed raise an error, since an unread key could change the computation. Null values count as
+absent, as in `transformers`.
 """
 
 import json
@@ -216,9 +217,10 @@ _MEANINGLESS_IN = {
 
 
 def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
-    """Check the keys of a config, as in the file, for a model family.
+    """Check whether a model family supports the keys and values of a config.
 
-    Raises `ModelError` for an unknown family, an unknown key, or an unsupported value.
+    The argument `config` has the keys of the file, before `complete` converts them. Raises
+    `ModelError` for an unknown family, an unknown key, or an unsupported value.
     """
     if family not in _READ:
         raise ModelError(

@@ -11,7 +11,7 @@ _COMPUTED = re.compile(
 _OTHER_SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision)\..*"
 )
-"""Names of vision and audio parts, for which texts contain no tokens."""
+"""Names of tensors for images and audio, which have no effect on tokens of text."""
 _T5 = {
     "encoder.embed_tokens.weight",  # these two repeat shared.weight
     "decoder.embed_tokens.weight",
@@ -21,7 +21,7 @@ _T5 = {
 
 
 def left_out(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether the tensor with a Hugging Face name has no effect on logits."""
+    """Return whether the tensor with this Hugging Face name has no effect on logits."""
     if config["model_type"] == "t5" and name in _T5:
         return True
     if config["model_type"] == "qwen3_next" and name.startswith("mtp."):  # predicts further tokens

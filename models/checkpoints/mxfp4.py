@@ -1,9 +1,11 @@
 """MXFP4 in safetensors files: blocks of 32 numbers of 4 bits with a shared exponent.
 
-A matrix for each expert is stored as rows of blocks, in two tensors of bytes:
+Each expert has a matrix, and each row of a matrix is divided into blocks. The matrices of all
+experts are stored in two tensors of bytes:
 
 - `_blocks`, `[experts, rows, blocks, 16]`. A byte has two numbers, the first in the lower bits.
-- `_scales`, `[experts, rows, blocks]`. A scale is an exponent of 2 plus 127, or 255 for NaN.
+- `_scales`, `[experts, rows, blocks]`. Scale `s` multiplies the numbers of a block by
+  `2 ** (s - 127)`. Scale 255 makes these numbers NaN.
 
 The format is that of "OCP Microscaling Formats (MX) Specification, version 1.0".
 """
@@ -33,9 +35,10 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def unpacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Replace each pair of packed tensors by a tensor with the rows as the last dimension.
+    """Replace each pair of packed tensors by one tensor `[experts, 32 * blocks, rows]`.
 
-    Raises `ModelError` if a tensor of a pair is missing, or shapes do not fit.
+    Raises `ModelError` if the tensor `_scales` of a pair is missing, or if its shape is not the
+    shape of `_blocks` without the last dimension.
     """
     out = dict(tensors)
     for name in tensors:

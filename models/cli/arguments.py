@@ -23,7 +23,7 @@ OBJECT = "print one JSON object instead of text"
 
 
 class InputError(Exception):
-    """A request of the user that is not possible; the message is a sentence."""
+    """Error for a request of the user that is not possible; the message is a sentence."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -283,7 +283,7 @@ def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
 
 
 def add_cache(add: Callable[..., Any]) -> None:
-    """Add the options of the cache; a default of None depends on the mode."""
+    """Add the options of the cache; the mode replaces the value None by its own default."""
     add(
         "--sequences",
         type=whole(1, 2**16),
@@ -387,7 +387,7 @@ def add_dtype(add: Callable[..., Any]) -> None:
 
 
 def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
-    """Add the option for the mesh; `purpose` and `note` are the first and last part of its help."""
+    """Add the option `--mesh`; its help text begins with `purpose` and ends with `note`."""
     add(
         "--mesh",
         type=mesh_sizes,

@@ -26,10 +26,10 @@ CELLS = 4096
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
-    """Run the command `chat`; return the exit code, which is 130 if a pipe was interrupted.
+    """Run the command `chat`; return the exit code (see `converse`).
 
-    Raises `InputError` for options that cannot be combined. An error is also raised if the input is
-    a pipe, or before the first line of input.
+    Raises `InputError` for options that cannot be combined. `ChatError` and `ModelError` are raised
+    if they occur before the first line of input. For errors of later lines, see `converse`.
     """
     if args.load and args.system:
         raise InputError("use --load without --system, which is for new conversations.")
@@ -79,7 +79,9 @@ def talk_on(
 def converse(talk: Talk, source: Source) -> int:
     """Handle lines until the input ends; return the exit code.
 
-    An error is raised if the input is a pipe, and printed in a terminal.
+    If the input is a pipe, `ChatError` and `ModelError` are raised, and an interrupt during an
+    answer ends the chat with exit code 130. If the input is a terminal, these errors are printed,
+    and the chat continues after an interrupt.
     """
     while True:
         try:
@@ -101,7 +103,10 @@ def converse(talk: Talk, source: Source) -> int:
 
 
 def after(talk: Talk, word: str) -> Callable[[], list[str]] | None:
-    """Return a function that completes the argument of a command; None if it is a file name."""
+    """Return a function that lists the possible arguments of the command `word`.
+
+    Returns None if the argument of the command is a file name.
+    """
     takes = COMMANDS[word].takes
     if "FILE" in takes:
         return None

@@ -54,7 +54,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def of_snapshot(path: Path) -> dict[str, Any]:
-    """Return the description of a snapshot; raise `InputError` if it is no snapshot or damaged."""
+    """Return the description of a snapshot.
+
+    Raises `InputError` if the file is damaged, or is not a snapshot.
+    """
     try:
         info = snapshot.inspect(path)
         chats = conversations_in(info)

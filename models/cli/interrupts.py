@@ -1,8 +1,8 @@
 """Signal handlers of Ctrl-C.
 
 Python drops an exception that a signal handler raises inside a callback of the garbage collector or
-of a weak reference. Each handler therefore also records the signal, so that an exception can be
-raised at the next piece of text.
+of a weak reference. Each handler therefore also records the signal, so that the program can raise
+KeyboardInterrupt at the next piece of text.
 """
 
 import signal
@@ -15,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Record interrupts; yield a function that raises KeyboardInterrupt after an interrupt."""
+    """Record interrupts; yield a function that raises KeyboardInterrupt if one occurred."""
     came = False
 
     def note(signum: int, frame: Any) -> None:
@@ -45,7 +45,7 @@ def watch_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def defer_interrupts() -> Iterator[Callable[[], bool]]:
-    """Record interrupts without raising; yield a function that returns whether one occurred.
+    """Record interrupts without raising errors; yield a function that returns whether one occurred.
 
     Steps that must complete, such as steps that donate a cache, run in this context.
     """

@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 MAX_CACHE_BYTES = 10**9
-"""Maximum size of the compilation cache; programs that were not used for longest are deleted."""
+"""Maximum size of the compilation cache; the least recently used programs are deleted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def open_streams() -> None:
 
 
 def use_compilation_cache() -> None:
-    """Store compiled programs in the user's cache folder, unless JAX already has a folder."""
+    """Store compiled programs in the user's cache folder, unless JAX is set to another folder."""
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         return
     folder = user_cache_path("jaxkv") / "compiled"

@@ -24,11 +24,13 @@ from models.texts import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Arguments of a mode; each mode is a function that returns the exit code.
+    """Argument of the modes of `models generate`.
+
+    A mode is a function of a `Job`; it runs the job and returns the exit code.
 
     written: prompts as the user wrote them, before the conversion to the tokens in `prompts`.
     sampling: options of `make_sampler`; empty for greedy sampling.
-    check_interrupt: function that raises KeyboardInterrupt after an interrupt.
+    check_interrupt: function that raises KeyboardInterrupt if an interrupt occurred.
     """
 
     model: Model
@@ -40,7 +42,7 @@ class Job:
     check_interrupt: Callable[[], None]
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Return the named arguments that the user gave, as a dict."""
+        """Return the arguments with these names, without those that are None."""
         values = {name: getattr(self.args, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -89,7 +91,7 @@ def continue_prompts(job: Job) -> int:
 
 
 def serve_file(job: Job) -> int:
-    """Generate from queued prompts, a few at a time, and print each text when it is finished."""
+    """Generate a text for each prompt of a file, and print each text when it is finished."""
     args, texts, interrupted = job.args, [], False
     sizes = job.given("sequences", "max_tokens", "cells", "ubatch_size", "streams")
     try:
@@ -135,7 +137,7 @@ def serve_file(job: Job) -> int:
 
 
 def search_beams(job: Job) -> int:
-    """Search for the most probable texts of each prompt, and print the best text."""
+    """Search for the most probable texts of each prompt; print the best one, or all as JSON."""
     args, count, interrupted = job.args, len(job.prompts), False
     sizes = job.given("max_tokens", "cells", "ubatch_size")
     try:
@@ -185,10 +187,11 @@ def show_whole(job: Job, index: int, text: Text, *, first: bool) -> None:
 
 
 def too_long(job: Job, where: str, enough: int, *, alone: bool) -> str:
-    """Return the message for prompts that do not fit.
+    """Return the error message for prompts that need more cells than `--cells`.
 
-    The argument `where` is the name of the stream or cache with the cells, and `enough` is a
-    sufficient number of cells. If `alone` is True, each prompt has separate cells.
+    The message says that `where` (the cache or each stream of it) has too few cells, and that
+    `enough` cells are sufficient. If `alone` is True, the cells contain only one prompt at a time,
+    otherwise all prompts.
     """
     lengths = [len(prompt) for prompt in job.prompts]
     if len(lengths) == 1:

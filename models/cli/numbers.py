@@ -68,7 +68,7 @@ def bytes_of(text: str) -> int:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return a parser of finite numbers in a range, without the lower limit if `above` is True."""
+    """Return a parser of finite numbers in a range; if `above`, the range excludes `lowest`."""
     expected = f"above {lowest}" if above else f"of at least {lowest}"
     if highest < math.inf:
         expected += f" and at most {highest}"

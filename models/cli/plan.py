@@ -1,4 +1,4 @@
-"""The command `plan`: memory of a model on each device of a mesh."""
+"""The command `plan`: memory that a model and its cache need on each device of a mesh."""
 
 import argparse
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from models.room import limits
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """Run the command `plan`.
 
-    Raises `InputError` if the mesh cannot split the sizes. If a device needs more memory than
-    `--room`, `InputError` is raised after the results are printed.
+    Raises `InputError` if the sizes cannot be divided among the devices. If a device needs more
+    memory than `--room`, `InputError` is raised after the results are printed.
     """
     model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Return the sizes of the cache that the user requested."""
+    """Return the sizes of the cache, from the options of the command or their defaults."""
     streams = args.streams or (args.mesh or {}).get("data", 1)
     sequences = args.sequences or streams
     if sequences % streams:
@@ -68,14 +68,17 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
 
 
 def length_of(sizes: dict[str, Any]) -> int | None:
-    """Return the number of cells for each sequence of a stream; None without full attention."""
+    """Return the number of cells of a stream divided by the number of its sequences.
+
+    Returns None if `sizes` has no number of cells, since no layer has full attention.
+    """
     if sizes["cells"] is None:
         return None
     return max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)
 
 
 def grows(model: Model) -> bool:
-    """Return whether the cache grows with the length of a text, due to full attention."""
+    """Return whether a layer has full attention; the cache then grows with the text length."""
     layers = model.family.layers_of(model.config, model.dtype)
     return any(kept.window is None for kept in attending(layers))
 
@@ -89,7 +92,11 @@ def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
 
 
 def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | None, str]:
-    """Return the costs on a mesh that splits replicated heads; or None and the reason, if any."""
+    """Return the costs on a mesh that splits all heads, and advice.
+
+    The costs are None if the current mesh does not replicate heads, or if no mesh splits the heads.
+    The advice is "" except in the second case.
+    """
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""
     try:
@@ -100,6 +107,6 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
 
 
 def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:
-    """Return the number of sequences that fit into the given number of bytes of each device."""
+    """Return the number of sequences that fit if each device has `room` bytes of memory."""
     same = {name: sizes[name] for name in ("streams", "ubatch_size")}
     return ask_sizes(most_sequences, model, room=room, length=length, **same)

@@ -17,12 +17,14 @@ class Answer:
 
     model: model on the requested mesh, with shapes as params.
     costs: memory on the requested mesh.
-    fitted: memory on a mesh that splits the heads; None if unnecessary or impossible.
-    advice: reason why the field `fitted` is None, or "".
+    fitted: memory on a mesh that splits the heads; None if no head is replicated, or if no mesh
+      splits the heads.
+    advice: message if no mesh splits the heads; "" otherwise.
     room: bytes of memory of each device; None if unknown.
-    here: whether the field `room` is the memory of a device of this machine.
-    length: number of tokens of each counted sequence; None if the cache does not grow with length.
-    most: number of sequences that fit into a device; None if the device's memory is unknown.
+    here: whether `--room` is absent. If so, `room` is the memory of a local device, or None.
+    length: number of tokens of each sequence, for the number `most`; None if the size of the cache
+      does not depend on the number of tokens.
+    most: number of sequences that fit if each device has `room` bytes; None if `room` is None.
     """
 
     model: Model
@@ -76,14 +78,14 @@ def splits(costs: Costs) -> Iterator[str]:
 
 
 def whole(costs: Costs) -> Iterator[str]:
-    """Yield lines about replicated params, with reasons."""
+    """Yield a line about the replicated params for each reason for replication."""
     yield "weights that the mesh does not split"
     for reason, size in costs.whole.items():
         yield f"{size:>16,} bytes: {reason}"
 
 
 def advice(answer: Answer) -> Iterator[str]:
-    """Yield lines of advice about heads that the number of devices does not divide."""
+    """Yield lines about a mesh that splits replicated heads, or why there is none."""
     if answer.fitted is not None:
         layout = answer.fitted.layout
         yield f"for these heads give --mesh {axes_of(answer.fitted.mesh)}; on each device:"
@@ -96,7 +98,7 @@ def advice(answer: Answer) -> Iterator[str]:
 
 
 def fitting(answer: Answer) -> Iterator[str]:
-    """Yield lines about the bytes of a sequence and the number of sequences that fit."""
+    """Yield lines about a sequence's bytes in the cache and the number of sequences that fit."""
     each, length = answer.costs.a_sequence(answer.length), of_length(answer)
     together = ", on all devices together" if answer.costs.layout.devices > 1 else ""
     yield f"a sequence{length} takes {in_units(each)}{together}"
@@ -106,7 +108,7 @@ def fitting(answer: Answer) -> Iterator[str]:
 
 
 def sequences(answer: Answer) -> str:
-    """Format the number of sequences that fit, and the length of these sequences."""
+    """Format the number of sequences that fit into memory, and the length of each of them."""
     return plural(answer.most, "sequence") + of_length(answer)
 
 

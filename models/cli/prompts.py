@@ -10,9 +10,12 @@ from models.model import Model
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts: arguments, stdin for "-", or the lines of a file.
+    """Return the prompts: the lines of the file `--file`, or the arguments.
 
-    Raises `InputError` if there is no prompt, or if a prompt is empty or unreadable.
+    The argument "-" is replaced by the text of stdin.
+
+    Raises `InputError` if there is no prompt, if a prompt is empty, or if a file or stdin
+    cannot be read.
     """
     if args.file:
         prompts = read_file(args.file)
@@ -71,7 +74,7 @@ def encode(model: Model, prompt: str, chat: bool) -> list[int]:
 
 
 def warn_of_control(model: Model, prompts: Sequence[str], chat: bool) -> None:
-    """Print the names of control tokens in prompts, and whether such names are read as tokens."""
+    """Print names of control tokens in prompts, and whether they become tokens or plain text."""
     how = "as a control token" if chat else "as plain text"
     for i, prompt in enumerate(prompts, 1):
         names = sorted(name for name in model.tokenizer.control if name in prompt)

@@ -19,7 +19,7 @@ def print_json(prompt: str, text: Text, **more: Any) -> None:
 
 
 def note_full(texts: Sequence[Text], how: str = "") -> None:
-    """Print the number of texts that ended because the cache was full, if not 0."""
+    """If texts ended because the cache was full, print the number of these texts."""
     early = sum(text.finish == "full" for text in texts)
     if early:
         note(
@@ -39,7 +39,7 @@ def note_summary(parts: Sequence[str], nbytes: int, compiles: int) -> None:
 
 
 def note_shares(model: Model) -> None:
-    """Print the bytes of params on each device, and the bytes of replicated params with reasons."""
+    """Print the bytes of params on each device, and for each reason those of replicated params."""
     share = sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.tree.leaves(model.params)

@@ -10,7 +10,8 @@ from models.cli.screen import note
 def read_sampling(args: argparse.Namespace, *, beams: bool = False) -> tuple[dict[str, Any], int]:
     """Return the options of `make_sampler` (empty for greedy sampling) and the seed.
 
-    Prints the options that have no effect at temperature 0 or with `beams`.
+    If the temperature is 0, prints the names of the given options, which then have no effect. The
+    argument `beams` is True if the message shall name beam search as the reason.
     """
     choices = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     options = SAMPLING | choices

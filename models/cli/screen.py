@@ -14,11 +14,14 @@ class Progress(Protocol):
     """Callback that shows progress."""
 
     def __call__(self, done: int, total: int) -> None:
-        """Receive the number of finished parts and the number of all parts."""
+        """Receive the number of finished parts of the work, and the number of all parts."""
 
 
 class Screen:
-    """Print several texts below each other, and the first unfinished text token by token."""
+    """Print texts one below the other.
+
+    The first unfinished text is printed as it grows; later texts wait until it is finished.
+    """
 
     def __init__(self, prompts: Sequence[str], *, chat: bool):
         heads = [heading(prompts, i, chat=chat) for i in range(len(prompts))]
@@ -40,10 +43,10 @@ class Screen:
 
 
 def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
-    """Return the heading of a text: the prompt, and a number if there are several texts.
+    """Return the heading of a text: the prompt, after the text's number if there are several.
 
-    The heading of a single chat answer is empty. Terminals show prompts dimmed, unless NO_COLOR is
-    set.
+    The heading of a single chat answer is empty. In a terminal, the prompt is dimmed, unless the
+    environment variable NO_COLOR is set.
     """
     prompt, several = prompts[index], len(prompts) > 1
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
@@ -71,7 +74,7 @@ def plain(text: str) -> str:
 
 
 def brief(text: str) -> str:
-    """Return the beginning of a message as one line."""
+    """Return a message as one line, shortened to 60 characters."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= 60 else line[:57] + "..."
 
@@ -103,7 +106,7 @@ def progress(label: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[Progress]:
-    """Show the progress and time of compilation."""
+    """Print the progress of compilation, and its time at the end, to stderr."""
     began, bar = perf_counter(), None
 
     def progress(done: int, total: int) -> None:

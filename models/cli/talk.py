@@ -24,9 +24,9 @@ class Talk:
     """A chat and the state of its user interface.
 
     chat: current value of the chat.
-    attempts: number of earlier answers to the last message, by conversation.
+    attempts: for each conversation, the number of earlier answers to its last message.
     interrupted: whether the last answer was interrupted.
-    answering: makes a context manager that is active during an answer.
+    answering: function that returns a context manager; each answer runs inside of such a context.
     """
 
     speaker: Speaker
@@ -38,7 +38,7 @@ class Talk:
     def take(self, line: str) -> None:
         """Handle a line of input: run a command, or answer a message.
 
-        Raises `ChatError` if the command is not possible, with the chat unchanged. Raises
+        Raises `ChatError` if the command is not possible; no conversation is then changed. Raises
         `ModelError` if the template rejects the message.
         """
         if not line.startswith("/"):
@@ -72,7 +72,7 @@ class Talk:
         self.note_finish(self.chat.now.turns[-1])
 
     def note_finish(self, turn: Turn) -> None:
-        """Print the reason why an answer ended, except after a stop token."""
+        """Print the reason why an answer ended, unless it ended with a stop token."""
         if turn.finish == "full":
             used, cells = cells_of(self.chat.without_prefixes)
             answer = "the answer is incomplete" if turn.answer else "there is no answer"
@@ -100,7 +100,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the chat: names of arguments, help text and function."""
+    """A command of the chat: name of its argument, help text, and function that runs it."""
 
     takes: str
     help: str
@@ -135,7 +135,7 @@ def retry(talk: Talk, rest: str) -> None:
 
 
 def fork(talk: Talk, rest: str) -> None:
-    """Copy the current conversation to a new name."""
+    """Copy the current conversation to a new conversation with the name `rest`."""
     talk.chat = talk.speaker.settle(talk.chat)  # it donates the buffers, also if the fork fails
     talk.chat = edits.fork(talk.chat, rest)
     note(f"{rest}: a fork of {talk.chat.current}; to continue the fork, /switch {rest}")

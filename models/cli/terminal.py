@@ -26,7 +26,10 @@ class Source(Protocol):
     interactive: bool
 
     def read(self, name: str) -> str:
-        """Return the next line of input, after a prompt; raise EOFError at the end."""
+        """Return the next line of input; raise EOFError at the end of the input.
+
+        A terminal shows the name of the current conversation, `name`, before the line.
+        """
         ...
 
 
@@ -85,7 +88,10 @@ class Terminal:
 
 @contextlib.contextmanager
 def hide_keys() -> Iterator[None]:
-    """Disable the echo of keys during an answer; the next line of input contains these keys."""
+    """Disable the echo of keys during an answer.
+
+    Keys that are pressed during the answer become part of the next line of input.
+    """
     try:
         import termios
     except ImportError:  # Windows has no termios, so keys are shown
@@ -126,7 +132,7 @@ class _Commands(Completer):
 
 
 def _history() -> History:
-    """Return the input history of earlier chats, from a file that only its owner can read."""
+    """Return the input history of earlier chats; only the user can read the history file."""
     try:
         file = user_state_path("jaxkv", appauthor=False, ensure_exists=True) / "chat_history"
         file.touch(mode=0o600)
