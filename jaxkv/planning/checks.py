@@ -38,8 +38,8 @@ class PlanBuilder:
     expected: See `Plan`.
     actual: See `Plan`.
     demand: Number of cells that each sequence requires.
-    available: Number of free cells in the stream of each sequence, after all sequences that fit
-      are placed.
+    available: Number of cells that remain in the stream of each sequence after all sequences that
+      fit are placed. With a window, the cells of these sequences are not subtracted.
     fits_in_one_run: Whether each sequence fits. With contiguous placement, only the longest run of
       free cells is counted (see `Admission`).
     """
