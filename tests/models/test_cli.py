@@ -196,8 +196,10 @@ def test_generate_file_interrupted_keeps_texts(command, files, monkeypatch):
 @pytest.mark.core
 @pytest.mark.parametrize("seconds", [0.1, 0.4, 1.0])
 def test_process_interrupted_while_importing_ends_quietly(seconds):
+    # A process in the background of a shell inherits that SIGINT is ignored.
+    default = "signal.signal(signal.SIGINT, signal.default_int_handler)"
     run = "runpy.run_module('models', run_name='__main__', alter_sys=True)"
-    code = f"import runpy; print('begun', flush=True); {run}"
+    code = f"import runpy, signal; {default}; print('begun', flush=True); {run}"
     command, pipe = [sys.executable, "-c", code, "plan"], subprocess.PIPE
     with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as one:
         # An earlier signal would interrupt Python before it runs any of our code.
