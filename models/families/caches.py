@@ -15,7 +15,7 @@ from models.meshes import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Attends:
-    """Keys and values in the cache of an attention layer.
+    """Description of an attention layer of the cache.
 
     window: window of the layer; None for full attention.
     value_dim: slice of each key that is used as the value; None if the cache stores values of

@@ -287,7 +287,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return the keys and values in the cache of each layer; `dtype` is unused."""
+    """Return a description of each layer of the cache; the argument `dtype` is unused."""
     del dtype
     size = config.rope_dim + config.rank
     values = slice(config.rope_dim, size)

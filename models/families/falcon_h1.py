@@ -164,7 +164,7 @@ def _times(tensor: Tensor, factor: float | np.ndarray) -> Tensor:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the arrays in the cache of each layer; `dtype` is the dtype of convolution states."""
+    """Return a description of each layer of the cache; convolution states have dtype `dtype`."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     return [(attends, mamba2.recurs(config.mixer, dtype))] * config.layers
 

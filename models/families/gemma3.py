@@ -151,7 +151,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return the keys and values in the cache of each layer; `dtype` is unused."""
+    """Return a description of each layer of the cache; the argument `dtype` is unused."""
     del dtype
     return [
         Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=rope, window=window)

@@ -167,7 +167,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the arrays in the cache of each layer; `dtype` is the dtype of convolution states."""
+    """Return a description of each layer of the cache; convolution states have dtype `dtype`."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     convolves = Recurs(
         states={"conv": jax.ShapeDtypeStruct((config.kernel - 1, config.width), dtype)},

@@ -295,7 +295,7 @@ def recurs(sizes: Sizes, dtype: Any) -> Recurs:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Recurs]:
-    """Return the arrays in the cache of each layer; `dtype` is the dtype of convolution states."""
+    """Return a description of each layer of the cache; convolution states have dtype `dtype`."""
     return [recurs(config.mixer, dtype)] * config.layers
 
 

@@ -251,7 +251,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the arrays in the cache of each layer; `dtype` is the dtype of convolution states."""
+    """Return a description of each layer of the cache; convolution states have dtype `dtype`."""
     c = config
     attends = Attends(kv_heads=c.kv_heads, head_dim=c.head_dim, rope=c.rope)
     state = c.value_heads, c.key_dim, c.value_dim
