@@ -31,10 +31,10 @@ class Attends:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurs:
-    """States in the cache of a recurrent layer, and how a mesh may split them.
+    """Description of a recurrent layer of the cache.
 
     states: shape and dtype of each state, by state name.
-    splits: split of each state on a mesh, by state name.
+    splits: how a mesh may split each state, by state name.
     """
 
     states: Mapping[str, jax.ShapeDtypeStruct]
@@ -43,7 +43,7 @@ class Recurs:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttends:
-    """Keys and values of encoder sources in the cache of a cross-attention layer."""
+    """Description of a cross-attention layer of the cache."""
 
     kv_heads: int
     head_dim: int
@@ -54,7 +54,7 @@ Layer = Kept | tuple[Kept, ...]  # several for a layer with attention and a recu
 
 
 def all_kept(layers: Sequence[Layer]) -> list[tuple[int, Kept]]:
-    """Return a list of the cached arrays of all layers, each with its layer number."""
+    """Return the descriptions of all layers, each with its layer number."""
     several = (layer if isinstance(layer, tuple) else (layer,) for layer in layers)
     return [(i, kept) for i, layer in enumerate(several) for kept in layer]
 
