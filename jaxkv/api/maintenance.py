@@ -184,6 +184,7 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     Raises:
       TypeError: If `to` is not a table.
       ValueError: If the earlier table has another `TableSpec`, such as another number of cells.
+      ValueError: If the earlier table was donated.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

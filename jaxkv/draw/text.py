@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.core.constants import EMPTY
+from jaxkv.core.validate import check_count
 from jaxkv.draw.cell_runs import CellRun, format_owners, format_positions, format_range, merge_runs
 from jaxkv.draw.cell_view import CellView, fetch_table, make_cell_view, part_names
 from jaxkv.hybrid import HybridTable
@@ -36,6 +37,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Raises:
       TypeError: If `cache` is not a `Cache`, is traced, or has shapes instead of arrays.
+      TypeError: If `width` is not an integer.
+      ValueError: If `width` is below 1.
       ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
 
     Examples:
@@ -47,7 +50,7 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
       owner    + 0 0 11 . .
       position 0 1 2  0 . .
     """
-    return _draw_table(fetch_table(cache), width)
+    return _draw_table(fetch_table(cache), None if width is None else check_count(width, "width"))
 
 
 def _draw_table(table: CacheTable, width: int | None) -> str:

@@ -193,7 +193,8 @@ def beam(
 
       - `tokens` `[k, n]` int32: the tokens of each hypothesis, with -1 after the end.
       - `scores` `[k]` float32: the score of each hypothesis, not normalised. If the search found
-        fewer than k hypotheses, the last entries are -inf.
+        fewer than k hypotheses, the last entries are -inf; `tokens` is then -1, and `lengths` and
+        `num_cached` are 0.
       - `lengths` `[k]` int32: the number of tokens of each hypothesis.
       - `num_cached` `[k]` int32: the number of tokens of each hypothesis that are in the cache.
       - `reason` `[]` int32: a `Reason`, such as OUT_OF_CELLS, or OK.

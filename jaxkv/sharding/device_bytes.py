@@ -94,9 +94,9 @@ def device_bytes(
         other arrays count fully on each device.
 
     Returns:
-      A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers`, `params`, `sent`
-      and `total`. The messages in `uneven` describe uneven placements; the messages in `whole`
-      describe streams or heads that are not split.
+      A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers` and `params`;
+      their sum `total`; and `sent`. The messages in `uneven` describe uneven placements; the
+      messages in `whole` describe streams or heads that are not split.
 
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a

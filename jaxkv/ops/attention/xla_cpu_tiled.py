@@ -1,8 +1,8 @@
 """Attention on CPUs over streams in which sequences reserve tiles of cells.
 
 A tile that is visible to only one token is multiplied with the queries of this token. Each other
-tile is multiplied once, with the queries of all tokens. A tile has `Visibility.tile` cells. M is the
-number of tiles.
+tile is multiplied once, with the queries of all tokens. A tile has `Visibility.tile` cells.
+M is the number of tiles.
 """
 
 from __future__ import annotations
