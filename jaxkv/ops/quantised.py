@@ -74,7 +74,7 @@ def scale_groups(size: int) -> list[slice]:
 
 
 def has_one_scale(x: Stored) -> bool:
-    """Return whether each head has one scale, or is not quantised."""
+    """Return True if each head has one scale, or if the array is not quantised."""
     return not isinstance(x, Quantised) or x.scales.shape[-1] == 1
 
 

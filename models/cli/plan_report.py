@@ -78,7 +78,7 @@ def splits(costs: Costs) -> Iterator[str]:
 
 
 def whole(costs: Costs) -> Iterator[str]:
-    """Yield a line about the replicated params for each reason for replication."""
+    """Yield a heading, and for each reason of replication the bytes of the replicated params."""
     yield "weights that the mesh does not split"
     for reason, size in costs.whole.items():
         yield f"{size:>16,} bytes: {reason}"

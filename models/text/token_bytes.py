@@ -11,7 +11,7 @@ def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter of a byte-level vocabulary.
 
     The letter of a printable byte has the same code as the byte. The letters of other bytes have
-    codes above 255: the lowest byte has the letter with the lowest code, and so on.
+    codes above 255, in the order of the bytes.
     """
     letters = sorted(ByteLevel.alphabet())
     codes = {letter: ord(letter) for letter in letters if ord(letter) < 256}
