@@ -59,6 +59,15 @@ def test_seq_select_copies_of_one_and_of_three_states_get_separate_cells():
     assert twin.cache.num_used_cells() == 8
 
 
+def test_shifts_drop_earlier_states_at_the_position_of_a_later_one():
+    cache = told(kept=3, counts=(6,)).cache
+    assert cache.table.position[0].tolist() == [2, 3, 4, 5]
+    shifted, ok = jaxkv.seq_add(cache, 0, 5, -1, delta=-1)
+    assert ok and shifted.table.position[0].tolist() == [-1, 2, 3, 4]
+    divided, ok = jaxkv.seq_div(cache, 0, 4, -1, divisor=2)
+    assert ok and divided.table.position[0].tolist() == [-1, -1, -1, 2]
+
+
 @pytest.mark.parametrize("kept", in_lanes([0, 1, 3], [3]))
 def test_seq_rm_rollback_is_exact_or_refused(kept):
     """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""
