@@ -60,7 +60,7 @@ KNOWN_BY = {
     "jaxkv/kv/eviction.py": "window copies stateful every_argument",
     "jaxkv/kv/slots.py": "arguments limits llama_cpp_edge_cases window streams copies "
     "plan_reasons rewind stale_plans stateful recurrent every_argument sharding unwritten_layers "
-    "prefix",
+    "prefix sets",
     "jaxkv/kv/fill_order.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/cross_attention.py": "sources families",
