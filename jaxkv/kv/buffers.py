@@ -39,7 +39,7 @@ LayerKV = tuple[Stored, Values]
 
 
 class HeadSizes(NamedTuple):
-    """Sizes of the heads of a layer; `values` is Dv, or the slice of each key that is its value."""
+    """Sizes of heads in a layer; `values` is Dv, or a slice if each value is a slice of its key."""
 
     kv_heads: int
     head_dim: int

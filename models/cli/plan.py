@@ -95,7 +95,7 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
     """Return the costs on a mesh that splits all heads, and advice.
 
     The costs are None if the current mesh does not replicate heads, or if no mesh splits the heads.
-    The advice is "" except in the second case.
+    The advice is "" unless no mesh splits the heads.
     """
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""
