@@ -68,6 +68,13 @@ def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, afte
 
 
 @core
+def test_plan_step_contiguous_takes_the_first_usable_cell():
+    """Not an empty cell after evictable ones."""
+    cache = drawn("0{0} 1{0} 2{0} 3{0}", CONTIGUOUS)
+    assert jaxkv.plan_step(cache, [5], sequences=[0]).ubatch.slots.tolist() == [[0]]
+
+
+@core
 def test_plan_step_of_one_token_without_a_cell_is_refused():
     plan = jaxkv.plan_step(drawn("0{0} 1{0} 2{0}", SHORT), [1])
     assert plan.reason.tolist() == [Reason.OUT_OF_CELLS, Reason.OK, Reason.OK]
