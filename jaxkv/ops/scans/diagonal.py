@@ -23,7 +23,7 @@ def scan_diagonal(
       decay: decays, 1 at padding.
       x: inputs, 0 at padding.
       state: state before the first token of each row.
-      counts: number of tokens of the row after which each returned state is taken, from 0 to T.
+      counts: for each returned state, the number of tokens of its row that it includes, 0 to T.
 
     Returns:
       Two float32 arrays: the states after each token, and the states after `counts` tokens.
