@@ -210,7 +210,7 @@ def make_batch(
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.
       ValueError: If a list in a list of lists is empty.
       ValueError: If a list or a NumPy array has a negative token id that is not padding. For a JAX
-        array with a negative token id, `init_batch` refuses the batch (`Reason.NEGATIVE_TOKEN`).
+        array with a negative token id, `init_batch` returns `Reason.NEGATIVE_TOKEN`.
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.

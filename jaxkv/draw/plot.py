@@ -1,7 +1,7 @@
 """Plots of caches with matplotlib: `pip install matplotlib`.
 
-Each function draws on the matplotlib axes `ax`, or on new axes if `ax` is None, and returns the
-axes. Without matplotlib, each function raises an ImportError. The seven sequence colours repeat.
+Each function draws on the matplotlib axes `ax` (by default, on new axes), and returns the axes.
+Without matplotlib, each function raises an ImportError. The seven sequence colours repeat.
 """
 
 from __future__ import annotations

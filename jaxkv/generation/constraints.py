@@ -82,7 +82,7 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: Initial states of Z sequences; one state for all sequences if `bound` is None.
+    first: Initial states of Z sequences; without `bound`, one state for all sequences.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 

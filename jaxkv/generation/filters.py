@@ -48,7 +48,7 @@ EVERY = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilterSampler(Sampler):
-    """Sampler that `make_sampler` returns; it skips filters and penalties whose field is None."""
+    """Sampler from `make_sampler`; filters and penalties with the value None are skipped."""
 
     temperature: Float[Array | np.ndarray, "*n"] | None
     top_k: Int32[Array | np.ndarray, "*n"] | None

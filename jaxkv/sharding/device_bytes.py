@@ -153,9 +153,9 @@ def device_bytes(
 
 def num_kv_heads(cache: Cache) -> set[int]:
     """Return the numbers of key/value heads of attention layers, without repeats."""
-    split(cache)  # raises a TypeError for an object that is not a cache
-    buffers = [part.buffers for part in cache.parts if isinstance(part.buffers, Buffers)]
-    return {kv_heads for x in buffers for kv_heads, _, _ in x.head_sizes}
+    table, buffers = split(cache)
+    parts = [part for _, part in table.pair_parts_with_buffers(buffers)]
+    return {heads for x in parts if isinstance(x, Buffers) for heads, _, _ in x.head_sizes}
 
 
 def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
