@@ -1,7 +1,8 @@
 """Key/value caches for JAX as immutable values.
 
 A cache is a pytree: a table, which maps tokens to cells, and buffers of keys and values. Every
-operation is a pure function that returns the next cache.
+operation is a pure function that returns the next cache. Functions raise TypeError for an argument
+that does not have its annotated type.
 
 Letters in array shapes:
 
