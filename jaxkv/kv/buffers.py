@@ -68,12 +68,9 @@ class Buffers:
       L + l is stream s of layer l. The key of a cell at position p with shift d is rotated for
       position p - d. If n heads share a row (`ops.head_rows`), K becomes K / n, and D becomes the
       size of a row.
-    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`. If n key
-      heads share a row, n value heads share a row too.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`.
     ropes: Rotary embedding of each layer's keys, static; None for keys without rotation, `NotGiven`
       if the cache was made without `rope=`.
-    stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
-    head_sizes: Sizes of the heads of each layer, static.
     """
 
     k: tuple[Stored, ...]
@@ -130,10 +127,7 @@ KVPartitions = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return the numbers of streams, key heads and cells of an array, by field name.
-
-    `depth` is the number of layers that the array stores.
-    """
+    """Return the numbers of streams, key heads and cells of an array, by field name."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -338,8 +332,7 @@ def copy_cell_run(
     """Copy a run of contiguous cells from one stream to the same cells of another stream.
 
     The stream indices `src` and `dst` are global. The cell indices `first` and `end` are indices in
-    the shard of the device. The run has `size` cells. If a mesh splits cells, only cells of the run
-    below `end` are copied.
+    the shard of the device. If a mesh splits cells, only cells of the run below `end` are copied.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 

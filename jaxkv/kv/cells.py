@@ -53,11 +53,8 @@ class Cells:
       or the load of a snapshot, the two hashes are equal.
     written: For each stream and layer, a hash of the ubatches that the layer wrote; equals
       `history[:, 1]` if the layer wrote all applied ubatches.
-    placement: Order in which empty cells are taken, static.
     shards: The n of placement "striped:n", static; 1 for other placements.
-    window: Range of positions that a token attends to, static.
     ubatch_size: Largest number of tokens of a ubatch, static; None for no limit.
-    sharding_rules: Mesh axes that split the cache, static; None on one device.
     """
 
     position: Int32[Array, "S N"]
@@ -150,10 +147,7 @@ def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the last position of each sequence with `asked` True; -1 for an empty sequence.
-
-    For sequences with `asked` False, the result is the last position or -1.
-    """
+    """Return the last position of each sequence with `asked` True; -1 for an empty sequence."""
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
     streams, words, _ = cells.owners.shape
@@ -174,11 +168,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return the last position of each sequence, `[S, W, WORD]`, from chunks of `size` cells.
-
-    `asked`, `[W]`, has a flag for each owner word. If the flag of a word is False, the result is
-    EMPTY for all sequences of the word.
-    """
+    """Return the last position of each sequence, `[S, W, WORD]`, from chunks of `size` cells."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -332,10 +322,7 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 
 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
-    """Return a hash of `position`, `owners`, `shift` and `cell_hash` for each stream.
-
-    With a window, the hash includes `evicted_below`. Undoing an edit restores the hash.
-    """
+    """Return a hash of `position`, `owners`, `shift` and `cell_hash` for each stream."""
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
     cell = hash_cells(index, cells.position, cells.shift, cells.cell_hash, owners)
@@ -361,11 +348,7 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return `old` with updated hashes, and whether the buffers still store its keys and values.
-
-    The arguments are the current table and an older table. The result has `cell_hash` of `cells`,
-    and `written` is updated. The flag is True if every used cell of `old` has an equal hash.
-    """
+    """Return `old` with updated hashes, and whether the buffers still store its keys and values."""
     # If the hashes of a cell are equal, the cell still has the keys and values of `old`.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]

@@ -1,7 +1,4 @@
-"""Copying of sequences between streams, if each stream has one sequence.
-
-If streams have several sequences, see `copy_pooled`.
-"""
+"""Copying of sequences between streams, if each stream has one sequence."""
 
 from __future__ import annotations
 
@@ -77,10 +74,7 @@ def copy_between_streams(
 def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Copy a range of `src` to `dst` in the table.
-
-    Also returns how many cells of the buffers to copy, `[]` int32.
-    """
+    """Copy a range of `src` to `dst` in the table."""
     does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 

@@ -73,8 +73,6 @@ class CopyPlan(NamedTuple, Generic[C]):
     new_cells: Table of the tokens to copy, with their new owners.
     origin: Index of each cell to copy, stream * N + cell. In `origin`, `slots` and `new_cells`,
       only the first `need.demand[s]` entries of stream s are valid.
-    slots: Slot of each copied cell.
-    need: Numbers of cells that the copy needs and can use.
     """
 
     base: C

@@ -40,12 +40,7 @@ class DefragPlan(MaintenancePlan):
     """Plan that closes gaps by moving up to M = max(N // 2, 1) runs of cells in each stream.
 
     source: First cell of each run; the last run in fill order comes first.
-    destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
-    count: Number of runs of each stream.
-    free: Whether each cell was empty when the plan was made. If the set of empty cells has changed
-      when the plan is applied, the plan has no effect.
-    spec: Spec of the table when the plan was made, static.
     """
 
     source: Int32[Array, "S M"]

@@ -269,10 +269,7 @@ def _local_visibility(
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return the slots to write, and whether each row is current, see `slots.committed_slots`.
-
-    If the layer number is out of range, no row is current.
-    """
+    """Return the slots to write, and whether each row is current, see `slots.committed_slots`."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = codes_and_scales(layer_kv[0])
     return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current
@@ -390,10 +387,7 @@ def _attend_layer(
     implementation: Implementation | None,
     sizes: HeadSizes,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
-    """Write `new` (if not empty) into a layer, and attend.
-
-    Layers with equal shapes use the same trace of this function.
-    """
+    """Write `new` (if not empty) into a layer, and attend."""
     # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
     # rows, and one collective merges the partial softmaxes of each row.
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))

@@ -46,10 +46,7 @@ def make_attention_cache(
     lanes: int | None,
     devices: int | None,
 ) -> Cache:
-    """Implement `make_cache` for attention layers.
-
-    devices: number of devices over which the heads are split; None if unknown.
-    """
+    """Implement `make_cache` for attention layers."""
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -129,9 +126,6 @@ def choose_heads_per_row(
     lanes: int, heads: Sequence[HeadSizes], dtype: jnp.dtype, devices: int
 ) -> int:
     """Return how many heads share a row of `lanes` numbers; the result divides all `kv_heads`.
-
-    The result is 1 for dtypes of 8 bits and for values that are slices of keys. If the
-    heads of a layer can be split evenly over `devices` devices, so can the rows of that layer.
 
     >>> sizes = [HeadSizes(kv_heads=8, head_dim=64, values=64)]
     >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]

@@ -58,10 +58,7 @@ def visibility_of(
 def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
-    """Return which tokens attend to tokens whose keys are not written yet.
-
-    Returns None for causal attention without `visible_until`.
-    """
+    """Return which tokens attend to tokens whose keys are not written yet."""
     # These tokens attend beyond the last token of their sequence in this ubatch. If `causal` is
     # False, the sequence must also continue in a later ubatch of the plan.
     if causal and visible_until is None:

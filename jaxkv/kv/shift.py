@@ -56,12 +56,7 @@ CHUNK = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShiftPlan(MaintenancePlan):
-    """Plan of the rotation of all keys with a pending shift.
-
-    shift: Pending shifts of the table when the plan was made. The plan has no effect on a table
-      with other shifts.
-    spec: Spec of the table when the plan was made, static.
-    """
+    """Plan of the rotation of all keys with a pending shift."""
 
     shift: Int32[Array, "S N"]
     spec: TableSpec = field(metadata={"static": True})
@@ -137,11 +132,7 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[C, Bool[Array, ""]]:
-    """Divide positions of a sequence's cells in a range, rounding down, for all owners.
-
-    If `divisor` is below 1, or an owner could not continue (see `eviction.accept_edit`), the
-    function returns the unchanged table and False.
-    """
+    """Divide positions of a sequence's cells in a range, rounding down, for all owners."""
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 class TokenLists(NamedTuple):
     """P lists of tokens, each in one stream; attention reads keys once for each list.
 
-    streams: Stream of each list.
     all_streams: Whether P is S and list p contains all tokens of stream p.
     """
 
@@ -58,10 +57,7 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of each sequence with `present` True.
-
-    If the last token of a sequence is evicted, its position is still the sequence's last position.
-    """
+    """Return the status of each sequence with `present` True."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )

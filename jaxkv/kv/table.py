@@ -124,10 +124,7 @@ class CellTable(Cells, CacheTable):
         return map_streams_gather(self, cells.owns_same_cells, partner)
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Return `stream_hash` of the table after a ubatch is applied.
-
-        Without a window, the hash before the ubatch is updated for the cells of the ubatch.
-        """
+        """Return `stream_hash` of the table after a ubatch is applied."""
         if self.window is not None:
             return occupied.stream_hash()
         return slots.stream_hash_after(self, ubatch)
@@ -173,10 +170,7 @@ class CellTable(Cells, CacheTable):
     def seq_select(
         self, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[CellTable, Buffers | None]:
-        """Replace each target by the tokens of its parent.
-
-        Within a stream, target and parent share cells; between streams, cells are copied.
-        """
+        """Replace each target by the tokens of its parent."""
         if buffers is None:
             return cells.seq_select(self, parents, targets), None
         if self.sequences_per_stream == 1:

@@ -1,7 +1,6 @@
 """Tiles: runs of cells; sequences get separate tiles while the stream has empty tiles.
 
-In this module, a stream has M tiles and U sequences. Attention loops read larger tiles, see
-`TILE` in `jaxkv.ops.attention.active_tiles`.
+In this module, a stream has M tiles and U sequences.
 """
 
 from __future__ import annotations
@@ -85,13 +84,7 @@ def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Ar
 
 
 class StreamCells(NamedTuple):
-    """Cells of a stream.
-
-    owners: Owners of each cell.
-    free: Whether each cell is empty.
-    evictable: Whether each cell is evictable; None without a window.
-    position: Position of each cell.
-    """
+    """Cells of a stream."""
 
     owners: UInt32[Array, "W N"]
     free: Bool[Array, " N"]
