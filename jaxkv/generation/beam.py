@@ -74,10 +74,7 @@ def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Fl
 def select_best_texts(
     first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
 ) -> BeamTexts:
-    """Return the k hypotheses with the highest normalised scores, from 2 * k hypotheses.
-
-    If hypotheses have equal scores, those of `first` are preferred, then those with a lower index.
-    """
+    """Return the k hypotheses with the highest normalised scores, from 2 * k hypotheses."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
@@ -102,11 +99,7 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " k"], BeamSearch]:
-    """Extend each beam by one token; return the parent of each new beam, and the new state.
-
-    If a logit of a beam is NaN or +inf, no beam is extended, and only the field `reason` of the
-    state changes.
-    """
+    """Extend each beam by one token; return the parent of each new beam, and the new state."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
@@ -163,11 +156,9 @@ def beam(
     - The k best extensions without a stop token are the next beams.
     - An extension with a stop token is a finished hypothesis if it is among the k best of all
       extensions; otherwise it is discarded.
-    - If extensions have equal scores, the lower beam index is preferred, then the lower token id.
 
     The result has the k hypotheses with the highest normalised scores, from all finished hypotheses
-    and the beams of the last step. If normalised scores are equal, finished hypotheses are
-    preferred.
+    and the beams of the last step.
 
     The search ends after n tokens, or when no further token of a beam can change the result. The
     search also ends if a plan is refused (for example, because no cell is free), or if a logit is
@@ -178,7 +169,7 @@ def beam(
       params: Model parameters, any pytree.
       cache: A cache in which the first beam sequence contains the prompt.
       logits: Logits of the last token of the prompt.
-      num_beams: k, the number of beams, static. Each step computes one token for each beam.
+      num_beams: k, the number of beams, static.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
       stop_tokens: A list or set of tokens that end a hypothesis; -1 is padding.
       sequences: `[k]`. Sequence ids of the beams, 0 to k - 1 by default. If 1 < S < Q, all ids must
@@ -195,14 +186,13 @@ def beam(
       - `scores` `[k]` float32: the score of each hypothesis, not normalised. If the search found
         fewer than k hypotheses, the last entries are -inf; `tokens` is then -1, and `lengths` and
         `num_cached` are 0.
-      - `lengths` `[k]` int32: the number of tokens of each hypothesis.
+      - `lengths` `[k]` int32: the number of tokens of each hypothesis, including a stop token.
       - `num_cached` `[k]` int32: the number of tokens of each hypothesis that are in the cache.
       - `reason` `[]` int32: a `Reason`, such as OUT_OF_CELLS, or OK.
 
-      Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. Of
-      an unfinished hypothesis, all tokens but the last are cached. Of a finished hypothesis, the
-      longest prefix is cached that it shares with the cached tokens of a beam of the last step. To
-      continue hypothesis i, compute its tokens from index `num_cached[i]` on.
+      Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. Of a
+      finished hypothesis, the longest prefix is cached that it shares with the cached tokens of a
+      beam of the last step. To continue hypothesis i, compute its tokens from `num_cached[i]` on.
 
       If the tokens after this prefix cannot be removed from beam sequence i, the sequence is empty
       and `num_cached[i]` is -1. This happens if no recurrent state is stored at the end of the
@@ -217,12 +207,9 @@ def beam(
       ValueError: If `num_beams` or `num_tokens` is below 1, or Q is below `num_beams`.
       ValueError: Outside of `jit`, if the first beam sequence is empty or the cache was donated.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
-      TypeError: If a count, a sequence id or a stop token is not an integer, `length_penalty` is
-        not a number, or `forward` is not a function.
 
     Examples:
-      The model predicts t + 1 after token t, or t + 2 with a lower probability. Token 3 is the stop
-      token:
+      The model predicts t + 1 after token t, or less probably t + 2. Token 3 is the stop token:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]

@@ -23,11 +23,10 @@ class Constraint:
     """State machine, such as a grammar, that restricts the next token.
 
     The method `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies
-    its constraint only to requests that have a `constraint_state`. The functions `allowed` and
-    `advance` can call a grammar library with `jax.pure_callback`. Use the same two function objects
-    in every `Constraint`, since loops are compiled again for other functions. To use several
-    grammars in an engine, concatenate their transition tables. Then pass the first state of a
-    grammar as the `constraint_state` of each request with this grammar.
+    its constraint only to requests that have a `constraint_state`. Use the same two function
+    objects in every `Constraint`, since loops are compiled again for other functions. To use
+    several grammars in an engine, concatenate their transition tables. Then pass the first state of
+    a grammar as the `constraint_state` of each request with this grammar.
 
     first: State before the first generated token, a pytree of arrays; it does not depend on the
       prompt. All states have the shapes of `first`.
@@ -50,7 +49,6 @@ class Constraint:
           sampler: Sampler that chooses among the allowed tokens.
 
         Raises:
-          TypeError: If the sampler or one of the two functions has the wrong type.
           ValueError: If the first state has no array, `allowed` does not return a bool mask `[V]`,
             or `advance` changes the shapes or dtypes of a state.
 
@@ -119,10 +117,7 @@ class ConstrainedSampler(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def update(self, state: PyTree, tokens: Int32[Array, " Z"]) -> PyTree:
-        """Update the states of the wrapped sampler and of the constraint.
-
-        The constraint state of a sequence is unchanged if its new token is -1.
-        """
+        """Update the states of the wrapped sampler and of the constraint."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = select_per_text(tokens >= 0, advanced, rule)
@@ -130,16 +125,7 @@ class ConstrainedSampler(Sampler):
 
 
 def check_constraint(constraint: object) -> Constraint:
-    """Return a checked constraint with NumPy arrays; raise as `Constraint.constrain` does.
-
-    >>> rule = Constraint(
-    ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
-    ... )
-    >>> check_constraint(rule)
-    Traceback (most recent call last):
-    ...
-    ValueError: expected the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'; ...
-    """
+    """Return a checked constraint with NumPy arrays; raise as `Constraint.constrain` does."""
     if not isinstance(constraint, Constraint):
         raise TypeError(
             f"expected a Constraint, got {type(constraint)}; make one with generation.Constraint"
@@ -190,20 +176,7 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
 def make_constrained_sampler(
     constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
 ) -> ConstrainedSampler:
-    """Return a sampler for Z sequences; a state of None leaves a sequence unconstrained.
-
-    >>> rule = Constraint(
-    ...     first=-1,
-    ...     allowed=lambda last: jnp.arange(4) > last,
-    ...     advance=lambda last, token: token,
-    ... )
-    >>> sampler = make_constrained_sampler(
-    ...     check_constraint(rule), generation.make_sampler(), [np.int32(1), None]
-    ... )
-    >>> state = sampler.init(np.zeros((2, 0), np.int32))
-    >>> sampler.adjust(jnp.zeros((2, 4)), state).tolist()
-    [[-inf, -inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
-    """
+    """Return a sampler for Z sequences; a state of None leaves a sequence unconstrained."""
     filled = [constraint.first if state is None else state for state in states]
     return ConstrainedSampler(
         sampler=sampler,

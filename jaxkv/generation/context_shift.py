@@ -33,10 +33,8 @@ def context_shift(
 ) -> EditResult:
     """Remove tokens of a sequence, and move later tokens to lower positions.
 
-    Tokens at positions 0 to `num_keep - 1`, such as a system prompt or attention sinks, stay. The
-    `num_discard` tokens after the kept tokens are removed. Positions of later tokens are reduced by
-    `num_discard`. The keys of later tokens are rotated, not recomputed: above the first layer, keys
-    and values still depend on the removed tokens.
+    Positions of later tokens are reduced by `num_discard`. The keys of later tokens are rotated,
+    not recomputed: above the first layer, keys and values still depend on the removed tokens.
 
     Args:
       cache: A cache without recurrent states.
@@ -46,8 +44,7 @@ def context_shift(
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
 
     Returns:
-      The cache and `ok` `[]` bool. If `ok` is False, the cache is unchanged, for one of these
-      reasons:
+      The cache and `ok` `[]` bool. In these cases, `ok` is False, and the cache is unchanged:
 
       - The last position of the sequence is below `num_keep + num_discard - 1`.
       - Another sequence shares the cell of a token that would move.
@@ -58,7 +55,6 @@ def context_shift(
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
       ValueError: If an argument is not one number, or a concrete `seq` is not in the cache.
       ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` is below 1.
-      TypeError: If a number is not an integer.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -68,8 +64,6 @@ def context_shift(
       >>> print(show(cache))
       owner    0 . . . 0 0
       position 0 . . . 1 2
-      >>> ok.item(), init_batch(cache, make_batch([7, 8])).ok.item()
-      (True, True)
 
     llama.cpp: context shift with `n_keep` and `n_discard`.
     """
@@ -100,9 +94,7 @@ def self_extend(
 
     The first `width` ungrouped tokens are divided into groups of `group` tokens. Each group moves
     to one position, and later tokens get lower positions. The call repeats these steps while at
-    least `width` tokens are ungrouped. After the call, distances from new tokens to grouped tokens
-    are approximate, and distances to ungrouped tokens are exact. Keys are rotated, not recomputed.
-    No cell becomes free.
+    least `width` tokens are ungrouped. Keys are rotated, not recomputed. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
     Since positions are not unique after a grouping, `can_seq_add` is False for each range of the
@@ -110,8 +102,7 @@ def self_extend(
 
     Args:
       cache: A cache without recurrent states.
-      seq: Id of the sequence. After the call, the next token of the sequence gets the new last
-        position plus 1.
+      seq: Id of the sequence. After the call, its next token gets the new last position plus 1.
       grouped: Number of grouped positions. Pass 0 in the first call of a sequence, and the field
         `grouped` of the last result in each later call.
       group: Number of tokens that share a position.
@@ -135,7 +126,6 @@ def self_extend(
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
       ValueError: If `width` is not a multiple of `group`, or one of them is not in `[1, 2**31)`.
       ValueError: If the argument `grouped` is not one number, or a concrete id is not in the cache.
-      TypeError: If a number is not an integer.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))

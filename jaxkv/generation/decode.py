@@ -63,8 +63,7 @@ def decode(
     - The plan of the next token is refused, for example because no cell is free. The `jaxkv.Reason`
       is in `finish_reason`. Other sequences continue. Cells to which a sequence can still attend
       are not overwritten.
-    - An edit changed the last cached token of the sequence after the state was made
-      (`Reason.EDITED`).
+    - An edit changed the last cached token after the state was made (`Reason.EDITED`).
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -90,13 +89,11 @@ def decode(
         False for sequences that have ended.
 
     Raises:
-      ValueError: If the arrays of the state and of the sampler are not all for the same number of
-        sequences.
+      ValueError: If arrays of the state and of the sampler are for different numbers of sequences.
       ValueError: If the state was made for another kind of sampler.
       ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, the cache was donated, or stop tokens are misshapen.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
-      TypeError: If the sampler, the state or the model function has the wrong type.
 
     Examples:
       The model predicts the next number. 3 is the stop token, and sequence 1 may get two tokens:

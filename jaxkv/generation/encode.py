@@ -53,7 +53,7 @@ def encode(
 
     Raises:
       PlanRefusedError: If the sources do not fit, or a sequence already has a source.
-      TypeError: If the cache has no part for encoder sources, or the encoder is not a function.
+      TypeError: If the cache has no part for encoder sources.
       ValueError: If the encoder does not return an updated cache, or the cache was donated.
 
     Examples:

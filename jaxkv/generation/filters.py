@@ -70,10 +70,7 @@ class FilterSampler(Sampler):
         return any(penalty is not None for penalty in penalties)
 
     def init(self, prompts: Int[Array | np.ndarray, "Z n"]) -> PyTree:
-        """Return the last `penalty_last_n` tokens of each prompt, padded in front with -1.
-
-        Without penalties, return an empty tuple.
-        """
+        """Return the last `penalty_last_n` tokens of each prompt, padded in front with -1."""
         for name in OPTIONS:
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):
@@ -150,20 +147,17 @@ def make_sampler(
     """Make a sampler from filters and penalties.
 
     Each argument except `penalty_last_n` is one number for all sequences, or a list or array with a
-    number for each of Z sequences. Traced numbers are not checked. A filter without effect is
-    skipped unless its number is traced.
+    number for each of Z sequences. Traced numbers are not checked.
 
     Args:
       temperature: Divisor of logits, at least 0. If the temperature is 0, the token with the
         highest logit is chosen, and `top_k`, `top_p` and `min_p` have no effect.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Keep the most probable tokens, in descending order, until their total probability
-        reaches `top_p` (above 0, at most 1). Probabilities are normalised over the tokens that
-        `top_k` keeps.
+      top_p: Keep the most probable tokens until their total probability reaches `top_p` (above 0,
+        at most 1). Probabilities are normalised over the tokens that `top_k` keeps.
       min_p: Keep each token whose probability is at least the highest probability multiplied by
         `min_p` (from 0 to 1).
-      repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative logits of
-        recent tokens; above 0.
+      repeat_penalty: Divisor of positive and factor of negative logits of recent tokens; above 0.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
@@ -178,7 +172,6 @@ def make_sampler(
 
     Raises:
       ValueError: If a number is out of its range after conversion to float32 or int32.
-      TypeError: If an argument is not a number, or `top_k` or `penalty_last_n` is not an integer.
 
     Examples:
       >>> sampler = make_sampler(temperature=0.7, top_k=2)

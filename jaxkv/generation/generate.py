@@ -62,7 +62,7 @@ def generate(
     """Generate tokens after prompts.
 
     This function calls `prefill`, then `init_decode`, then `decode` (with a drafter, `speculate`).
-    Sequence `i * num_samples + j` is sample j of prompt i. Call `generate` outside of `jit`.
+    Sequence `i * num_samples + j` is sample j of prompt i.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -89,8 +89,7 @@ def generate(
     Returns:
       A `DecodeResult` for Z = P * num_samples sequences, as from `decode`: `lists()` returns the
       tokens, and `tokens` is `[Z, max_new_tokens]` int32 with -1 as padding. A sequence ends with
-      `jaxkv.Reason.OUT_OF_CELLS` in `finish_reason` if the cache has no free cell for the next
-      token.
+      `jaxkv.Reason.OUT_OF_CELLS` in `finish_reason` if no cell is free for the next token.
 
     Raises:
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
@@ -101,8 +100,6 @@ def generate(
       ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
       ValueError: If `cache` has too few sequences.
       ValueError: If `make_cache`, `decode` or `speculate` would raise.
-      TypeError: If tokens, counts or seeds are not integers, or `forward`, `spec`, `cache`,
-        `sampler` or `drafter` has the wrong type.
 
     Examples:
       The model predicts the next number, and 3 is the stop token:

@@ -29,11 +29,7 @@ Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
 
 
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
-    """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`.
-
-    The step applies the ubatch and donates the buffers. Calls with the same model function return
-    the same step, until the model function is deleted.
-    """
+    """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`."""
     return cached_program(_build_step_program, forward)
 
 
@@ -42,9 +38,9 @@ def model_step(
 ) -> tuple[Cache, Float[Array, "O V"]]:
     """Apply a ubatch and run the model; return the cache and the logits.
 
-    `prefill` and `decode` call this function. In your own loop, call `model_step` inside of `jit`.
-    If the ubatch is refused (for example, because no cell is free) or stale, the cache is
-    unchanged, and the logits are undefined. Read `Plan.ok` to detect a refused ubatch.
+    In your own loop, call `model_step` inside of `jit`. If the ubatch is refused (for example,
+    because no cell is free) or stale, the cache is unchanged, and the logits are undefined. Read
+    `Plan.ok` to detect a refused ubatch.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -62,7 +58,7 @@ def model_step(
       ValueError: If the function writes no keys in an attention layer of a cache that is not
         stacked.
       ValueError: If the ubatch was planned for another `TableSpec`.
-      TypeError: If a plan is passed as the ubatch, or `forward` is not a function.
+      TypeError: If a plan is passed as the ubatch.
 
     Examples:
       >>> def forward(params, cache, ubatch):

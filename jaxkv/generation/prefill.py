@@ -39,8 +39,7 @@ def prefill(
     Args:
       forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`. The ubatch is already
         applied to the cache, and applying it again has no effect. Pass the same function, or the
-        same method of one object, in every call: a new lambda in each call would be compiled each
-        time.
+        same method of one object, in every call: a new lambda in each call is compiled again.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
@@ -56,7 +55,7 @@ def prefill(
 
       - `cache`: the cache after the batch.
       - `logits` `[n, V]`: the logits of the n output tokens, in the order of the batch.
-      - `sequences` `[n]` int32: the sequence id of each output token.
+      - `sequences` `[n]` int32: the lowest sequence id of each output token.
       - `ok` `[]` bool and `reason` `[Q]` int32: see `Plan`.
 
       Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
@@ -73,8 +72,6 @@ def prefill(
       ValueError: If the plan is stale, or if plan and batch have different numbers of tokens.
       ValueError: If both `plan` and `ubatch_size` are passed.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
-      TypeError: If the plan is not a `Plan`, tokens are not integers, or `forward` is not a
-        function.
 
     Examples:
       >>> def forward(params, cache, ubatch):
@@ -85,13 +82,6 @@ def prefill(
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [1, 2, 3])
       >>> logits.shape, cache.num_used_cells().item()
       ((1, 4), 3)
-
-      Inside of `jit`, a batch that does not fit leaves the cache unchanged:
-
-      >>> feed = jax.jit(lambda cache, tokens: prefill(forward, jnp.eye(4), cache, tokens))
-      >>> result = feed(cache, jnp.arange(6))
-      >>> result.cache.num_used_cells().item(), result.ok.item()
-      (3, False)
 
     llama.cpp: `llama_decode`.
     """
@@ -183,7 +173,6 @@ def warm_up(
         and needs twice their memory. If True, the input cache becomes invalid.
 
     Raises:
-      TypeError: If `forward` is not a function, or a number is not an integer.
       ValueError: If no sequence id is given, or an id is not in the cache.
       ValueError: If `ubatch_size` or `longest` is below 1.
       ValueError: If the argument `ubatch_size` exceeds the `ubatch_size` of the cache.

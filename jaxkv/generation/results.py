@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 class PrefillResult(NamedTuple):
-    """Result of `prefill` and `encode`.
-
-    cache: The cache after the batch.
-    logits: Logits of the output tokens, in the order of the batch; None in a result of `encode`.
-    sequences: Lowest sequence id of each output token; None in a result of `encode`.
-    ok: Whether the batch was computed; always True outside of `jit`, where a refused plan raises.
-    reason: A `Reason` for each sequence, see `Plan`.
-    """
+    """Result of `prefill` and `encode`."""
 
     cache: Cache
     logits: Float[Array, "n V"] | None
@@ -37,18 +30,13 @@ class DecodeResult(NamedTuple):
 
     Without a drafter, `num_model_steps`, `num_drafted`, `num_accepted` and `drafter` are None.
 
-    cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
     tokens: Sampled tokens; -1 after the end of a sequence. The last token of a sequence is not in
       the cache yet. None in the result of `init_decode` with the argument `tokens`.
-    logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
-      of a sequence. If a logit of NaN or +inf ended the sequence, the first entry after its tokens
-      is NaN.
-    num_model_steps: For each sequence, the number of model steps in which the sequence was active,
-      including steps whose plan was refused.
-    num_drafted: Number of draft tokens of each sequence.
+    logprobs: Log-probabilities of the tokens under the unadjusted logits; 0 after the end. If a
+      logit of NaN or +inf ended the sequence, the first entry after its tokens is NaN.
+    num_model_steps: For each sequence, the number of model steps in which the sequence was active.
     num_accepted: Number of accepted draft tokens, stop tokens included.
-    drafter: The drafter for the next call of `speculate`.
     """
 
     cache: Cache
@@ -62,11 +50,7 @@ class DecodeResult(NamedTuple):
 
     @property
     def finish_reason(self) -> Int32[Array, " Z"]:
-        """A `Reason` for each sequence.
-
-        The reason is OK unless a refused plan, an edit, or a logit of NaN or +inf ended the
-        sequence.
-        """
+        """A `Reason` for each sequence."""
         return self.state.reason
 
     def lists(self) -> list[list[int]]:
@@ -79,17 +63,7 @@ class DecodeResult(NamedTuple):
 
 
 class BeamResult(NamedTuple):
-    """Result of `beam`: the k best hypotheses of at most n tokens, best first.
-
-    cache: The cache after the search. The i-th beam sequence contains the prompt and the cached
-      tokens of hypothesis i.
-    tokens: Tokens of each hypothesis; -1 after the end.
-    scores: float32. Log-probability of all tokens of each hypothesis; -inf in the last entries if
-      fewer than k hypotheses were found.
-    lengths: Number of tokens of each hypothesis, including a stop token.
-    num_cached: Number of cached tokens of each hypothesis; -1 if the beam sequence is empty.
-    reason: The `Reason` of a refused plan that ended the search, NONFINITE_LOGITS, or OK.
-    """
+    """Result of `beam`: the k best hypotheses of at most n tokens, best first."""
 
     cache: Cache
     tokens: Int32[Array, "k n"]

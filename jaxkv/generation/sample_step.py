@@ -62,8 +62,7 @@ def init_decode(
       cache: The cache that contains the prompts.
       logits: The result of `prefill`, or logits `[Z, V]` of the last prompt token of each sequence.
         For forks of a prompt, repeat the logits of the prompt (`jnp.repeat`).
-      tokens: `[Z]`. First tokens to use instead of `logits`. The cache does not contain the tokens
-        yet.
+      tokens: `[Z]`. First tokens to use instead of `logits`. The tokens are not in the cache yet.
       sequences: `[Z]`. Sequence ids; not allowed with the result of `prefill`, which has ids.
         Required if `logits` is an array `[Z, V]` and Z is above 1. With `tokens`, or if Z is 1, the
         default is 0 to Z - 1.
@@ -92,7 +91,6 @@ def init_decode(
       ValueError: If arguments, including the sampler, are for different numbers of sequences.
       ValueError: If a concrete token or limit is below 0, or a concrete seed is not a uint32.
       ValueError: If a concrete sequence id is repeated or not in the cache.
-      TypeError: If tokens, ids, limits or seeds are not integers, or `sampler` is not a `Sampler`.
 
     Examples:
       Sequence 1 is a fork of sequence 0. The token 2 is the stop token:

@@ -64,10 +64,7 @@ def check_sampler(sampler: object) -> Sampler:
 def adjust_logits(
     sampler: Sampler, logits: Float[Array, "Z V"], state: PyTree
 ) -> Float[Array, "Z V"]:
-    """Return adjusted logits.
-
-    If a logit of a sequence is NaN or +inf, all adjusted logits of the sequence are NaN.
-    """
+    """Return adjusted logits."""
     # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 

@@ -46,11 +46,7 @@ def score(
 
     The result is differentiable with respect to `params`. Each prompt is computed once for all
     texts that follow the prompt. Common prefixes of concrete prompts are also computed once.
-    Without prompts, common prefixes of concrete texts are computed once. Lengths of lists are
-    rounded up, so that similar calls share a compiled program.
-
-    At most 3 prefixes of each prompt or text are shared. The shortest shared prefix has at least 16
-    tokens. Each longer shared prefix has at least 16 more tokens than the next shorter one.
+    Without prompts, common prefixes of concrete texts are computed once.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -60,8 +56,7 @@ def score(
       prompts: A list of tokens for each of P prompts, or an array with -1 as padding. P divides Z:
         text i follows prompt `i // (Z // P)`.
       spec: Spec of the new cache. Each text gets a stream with the cells that it needs.
-      dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
-        gradient.
+      dtype: Dtype of keys and values, see `make_cache`. Keys and values of 8 bits have no gradient.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
@@ -69,8 +64,7 @@ def score(
       the first token of a text without a prompt. An entry is NaN if the logits that predict the
       token contain NaN or +inf. If texts or prompts are traced, entries are also NaN for tokens
       past the vocabulary, and for texts with an empty prompt. If `texts` is an array, the result
-      has the shape of the array. If `texts` is a list, n is at least the length of the longest
-      text.
+      has the same shape. If `texts` is a list, n is at least the length of the longest text.
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
@@ -78,9 +72,6 @@ def score(
       ValueError: If a list has a negative token, or a concrete token is past the vocabulary.
       ValueError: If traced texts or prompts are not arrays, or a text is not one list of tokens.
       ValueError: If the spec has cross-attention.
-      TypeError: If tokens are not integers, the spec is not a `CacheSpec`, or `forward` is not a
-        function.
-      TypeError: If `sharding_rules` is not a `ShardingRules` with names of mesh axes.
 
     Examples:
       A model that predicts the next number with a probability of 0.7:
@@ -133,10 +124,7 @@ def score(
 def _index_of_rows(
     rows: Int32[Array | np.ndarray, "Z n"], of: TrieLevel | Int32[np.ndarray, "Z m"]
 ) -> Int32[Array | np.ndarray, "Z n"]:
-    """Return the index of each token of `rows` in the flat log-probabilities; -1 for padding.
-
-    The argument `of` is the only scored level, or the array of indices from `trie_of_texts`.
-    """
+    """Return the index of each token of `rows` in the flat log-probabilities; -1 for padding."""
     xp = np if is_concrete(rows) else jnp
     valid = xp.asarray(rows) >= 0
     place = xp.maximum(xp.cumsum(valid, axis=1, dtype=np.int32) - 1, 0)

@@ -43,7 +43,6 @@ class DecodeState:
     key: Random key of each sequence; each draw folds `draw_index` into the key.
     draw_index: Position of the first drawn token, plus the number of draws so far.
     follows: Hash of the last cached token of each sequence, to detect edits.
-    sampler_state: State of the sampler.
     """
 
     token: Int32[Array, " Z"]

@@ -31,7 +31,6 @@ class TrieLevel:
     tokens: padded with -1 at the end of a row.
     sequences: sequence id of each row; -1 for a row of padding.
     parents: id from which each sequence is forked before the model step.
-    is_scored: static, whether log-probabilities of the tokens are returned.
     """
 
     tokens: Int32[Array | np.ndarray, "R T"]

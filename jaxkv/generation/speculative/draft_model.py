@@ -31,9 +31,8 @@ def draft_model(
     """Make a drafter from a smaller model with the same vocabulary.
 
     The k branches of a draft start with the k most probable tokens. Several branches help if the
-    second best token is often right. A draft step computes one token for each branch. If the
-    sampler draws at random, draft tokens are also drawn at random, and the samples of `speculate`
-    still follow the distribution of the verifying model.
+    second best token is often right. If the sampler draws at random, draft tokens are also drawn at
+    random, and the samples of `speculate` still follow the distribution of the verifying model.
 
     Args:
       forward: The draft model `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
@@ -56,7 +55,6 @@ def draft_model(
       ValueError: If the cache stores too few recurrent states, or was donated.
       ValueError: With several branches, if the cache has recurrent states, fewer than `Z * k`
         sequences, or only one sequence in each stream.
-      TypeError: If the argument `forward` is not a function, or a number is not an integer.
 
     Examples:
       Two sequences, each with three branches, need a cache of six sequences:

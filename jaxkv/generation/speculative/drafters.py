@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 class DraftTokens(NamedTuple):
     """Draft tokens of Z sequences.
 
-    tokens: `[Z, n]`, or `[Z, k, n]` for k branches. Branches may share their first tokens.
+    tokens: Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
-    adjusted: float32. Adjusted logits from which tokens were drawn; None if tokens are not random.
-      If branches share a prefix, their next tokens are drawn without replacement.
+    adjusted: If branches share a prefix, their next tokens are drawn without replacement.
     """
 
     tokens: Int32[Array, "Z *k n"]
@@ -77,8 +76,7 @@ class Drafter(ABC):
         Returns:
           The drafter for `update`, and the `DraftTokens`: `tokens` int32 and `valid` bool, `[Z, n]`
           or `[Z, k, n]`, and `adjusted`. If draft tokens are drawn at random, `adjusted` contains
-          the logits of the draws, float32 `[Z, n, V]` or `[Z, k, n, V]`; otherwise `adjusted` is
-          None.
+          the logits of the draws, float32 `[Z, n, V]` or `[Z, k, n, V]`; otherwise it is None.
 
         Raises:
           ValueError: If the state has another number of sequences than the drafter.
@@ -176,27 +174,21 @@ def prompt_lookup(
     the step generates one token.
 
     Args:
-      prompts: Tokens of each sequence so far, a list of lists, or an array `[Z, n]` that is padded
-        in front with -1.
+      prompts: Tokens of each sequence: a list of lists, or an array `[Z, n]` padded in front with
+        -1.
       ngram: Number of last tokens to find earlier in the sequence, static.
       num_draft_tokens: Maximum number of tokens of a draft, static.
       recent: C, the number of recent tokens to search, static.
-      num_branches: k, the maximum number of branches (distinct continuations of the last tokens),
-        static.
+      num_branches: k, the maximum number of branches (distinct continuations), static.
 
     Returns:
       A drafter for `speculate`. The field `recent` `[Z, C]` int32 contains the last C tokens of
-      each of Z sequences, padded in front with -1. The method `propose` gets the sampler, the
-      `DecodeState`, `active` `[Z]` bool (which sequences get a draft), and `at` `[Z]` int32 (the
-      position of the last sampled token, here unused). It returns the drafter and the draft:
-      `tokens` int32 and `valid` bool, `[Z, num_draft_tokens]`, or `[Z, k, num_draft_tokens]` for k
-      branches.
+      each of Z sequences, padded in front with -1.
 
     Raises:
       ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
       ValueError: If `prompts` are not one list of tokens for each sequence, or an array `[Z, n]`.
       ValueError: If a list has a negative token.
-      TypeError: If a number or a token is not an integer.
 
     Examples:
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)

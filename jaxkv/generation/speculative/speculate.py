@@ -139,7 +139,6 @@ def speculate(
         sequences, or only one sequence in each stream.
       ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
       ValueError: If drafter and state differ in Z, caches differ in Q, or a cache was donated.
-      TypeError: If the drafter, the sampler, the state or `forward` has the wrong type.
 
     Examples:
       The model counts modulo 3, and nine tokens take three steps:

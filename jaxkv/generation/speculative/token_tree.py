@@ -29,8 +29,7 @@ class TreeNodes(NamedTuple):
     """Tokens that the branches of Z sequences share.
 
     owns: `owns[t, i, j, m]` is True if tokens 0 to j are equal in branches i and m of sequence t.
-    first: True for a valid draft token that no earlier branch shares; only these tokens are
-      computed.
+    first: True for a valid draft token that no earlier branch shares.
     """
 
     owns: Bool[Array, "Z k n k"]
