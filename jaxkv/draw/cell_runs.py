@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 class CellRun:
     """A run of neighbouring cells in a stream, with indices from `start` to `stop - 1`.
 
-    owners: ids of the sequences that own at least one cell of the run.
     positions: lowest and highest position in the run; None if all cells are empty.
-    shift: lowest and highest pending shift in the run.
     shared: whether each cell of the run has several owners; False if `mixed` is True.
     mixed: whether the run was merged from several runs.
     """

@@ -47,16 +47,14 @@ LINE = "#999999"
 def cells(cache: Cache, ax: Axes | None = None) -> Axes:
     """Draw the owner of each cell, and positions if there is space.
 
-    A single stream is drawn as a grid, line by line from the top left. If there are several
-    streams, each stream is one line. A shared cell has the colour of its lowest owner id, and black
-    hatching.
+    A single stream is drawn as a grid, line by line from the top left. Each of several streams is
+    one line. A shared cell has the colour of its lowest owner id, and black hatching.
 
     Args:
       cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      ImportError: If the package matplotlib is not installed.
       TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.
       ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
     """
@@ -115,7 +113,6 @@ def occupancy(
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      ImportError: If the package matplotlib is not installed.
       TypeError: If a cache is traced, or has shapes instead of arrays.
       ValueError: If there is no step, if caches and numbers are mixed, or if a cache was donated.
     """
@@ -182,7 +179,6 @@ def attention_mask(
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      ImportError: If the package matplotlib is not installed.
       TypeError: If the cache, or the part, is recurrent or for cross-attention.
       ValueError: If the ubatch was made for another cache, or was not applied to this cache.
       ValueError: If a cell that the ubatch filled was overwritten later.
@@ -232,9 +228,6 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     Args:
       cache: cache, or its shapes from `jax.eval_shape`.
       ax: matplotlib axes to draw on; None for new axes.
-
-    Raises:
-      ImportError: If the package matplotlib is not installed.
     """
     ax = _ensure_axes(ax)
     parts = cache.parts

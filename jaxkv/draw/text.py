@@ -36,8 +36,7 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
       of several runs shows a tilde, all owners, and the lowest and highest position.
 
     Raises:
-      TypeError: If `cache` is not a `Cache`, is traced, or has shapes instead of arrays.
-      TypeError: If `width` is not an integer.
+      TypeError: If `cache` is traced, or has shapes instead of arrays.
       ValueError: If `width` is below 1.
       ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
 
