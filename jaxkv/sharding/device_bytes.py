@@ -29,13 +29,8 @@ if TYPE_CHECKING:
 class DeviceBytes:
     """Bytes of a cache on each device of a mesh.
 
-    devices: number of devices in the mesh.
-    table: bytes of the table on each device.
-    buffers: bytes of keys, values and states on each device.
     params: bytes of model parameters on each device; 0 if no parameters were passed.
     sent: bytes that attention sends to each device, in a step in which each sequence has one token.
-    whole: messages about streams or heads that cannot be split as the rules require.
-    uneven: messages about placements that store a short sequence on only some of the devices.
     """
 
     devices: int
@@ -85,8 +80,7 @@ def device_bytes(
 
     Args:
       cache: cache, or its shapes from `sharding.shapes`. Shapes from `jax.eval_shape` give the same
-        bytes, unless the default of the option `lanes` of `make_cache` depends on the mesh, as on a
-        TPU.
+        bytes, unless the default of `make_cache(lanes=)` depends on the mesh, as on a TPU.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
       heads: number of query heads, for the field `sent`; default: the number of key/value heads.
@@ -94,19 +88,16 @@ def device_bytes(
         other arrays count fully on each device.
 
     Returns:
-      A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers` and `params`;
-      their sum `total`; and `sent`. The messages in `uneven` describe uneven placements; the
-      messages in `whole` describe streams or heads that are not split.
+      A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers` and `params`; their
+      sum `total`; and `sent`. The messages in `uneven` describe placements that store a short
+      sequence on only some of the devices. The messages in `whole` describe streams or heads that
+      are not split.
 
     Raises:
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
       ValueError: If a mesh axis would split two dimensions, such as streams and heads.
-      ValueError: If the argument `heads` is below 1 or not a multiple of the number of key/value
-        heads.
-      TypeError: If `heads` is not an integer, `cache` is not a cache, or `mesh` is not a mesh.
-      TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
-        string.
+      ValueError: If `heads` is below 1 or not a multiple of the number of key/value heads.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))

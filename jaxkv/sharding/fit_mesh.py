@@ -39,19 +39,15 @@ def fit_mesh(
     Returns:
       The new mesh and rules. The mesh axis that splits the heads becomes two axes. The first axis
       has the old name. Its size is the greatest common divisor of the old size and the numbers of
-      heads of all layers with several heads. The second axis is named "cells" or "copies". The
-      product of the two sizes is the old size. The mesh changes only if a layer has several heads,
-      and the old size does not divide the number of these heads. Otherwise, mesh and rules are
-      returned unchanged. Recurrent states are ignored.
+      heads of all layers with several heads. The second axis is named "cells" or "copies". The mesh
+      changes only if a layer has several heads, and the old size does not divide the number of
+      these heads. Otherwise, mesh and rules are returned unchanged. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.
       ValueError: If the mesh must change, and `surplus` is "refuse".
       ValueError: If the mesh must change, and several axes split the heads.
       ValueError: If the mesh must change, and the name of the new axis is already in use.
-      TypeError: If `cache` is not a cache, or `mesh` is not a mesh.
-      TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
-        string.
 
     Examples:
       >>> mesh = jax.make_mesh((4,), ("tensor",))

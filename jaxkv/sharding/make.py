@@ -46,8 +46,7 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
     """Return the shapes of a cache on a mesh, with shardings, without allocating the cache.
 
     To compile a step before the cache is made, lower the step with the shapes and with the ubatch
-    of `init_full(shapes)`, inside `with jax.set_mesh(mesh)`. The shapes can also be the target of
-    an Orbax restore.
+    of `init_full(shapes)`, inside `with jax.set_mesh(mesh)`.
 
     Args:
       make: function without arguments that returns the cache; not jitted, with static sizes.
@@ -62,9 +61,6 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       ValueError: If the devices cannot split the streams or the cells evenly. A single stream, or a
         single cell, is not split and raises no error.
       ValueError: If a mesh axis would split two dimensions, such as streams and heads.
-      TypeError: If the mesh is not a mesh.
-      TypeError: If `sharding_rules` is not a `ShardingRules`, or an axis name in it is not a
-        string.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -94,10 +90,7 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
 def make_sharded(
     make: Callable[[], Cache], mesh: Mesh, sharding_rules: ShardingRules | None = None
 ) -> Cache:
-    """Make a cache on a mesh; each device allocates only its own shards.
-
-    Plan batches, and read or write buffers, under `jax.set_mesh(mesh)`; edits do not need the mesh.
-    """
+    """Make a cache on a mesh; each device allocates only its own shards."""
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 
     def make_with_rules() -> Cache:
