@@ -41,10 +41,9 @@ DEFAULT_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 class Engine:
     """Runs many requests in the Q sequences of a cache.
 
-    Requests wait for a free sequence and free cells, first come, first served. Prompts are computed
-    in chunks, and running requests continue between the chunks. The tokens of a request do not
-    depend on other requests. An engine is not thread-safe: call the methods `submit` and `cancel`
-    between steps.
+    Requests wait for a free sequence and free cells, first come, first served. The tokens of a
+    request do not depend on other requests. An engine is not thread-safe: call `submit` and
+    `cancel` between steps.
 
     If the model function raises during tracing, the engine is unchanged. If a compiled program
     fails or is interrupted, the cache is lost, and methods that need the cache raise a
@@ -67,13 +66,11 @@ class Engine:
         "temperature", "top_k", "top_p" and "min_p".
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
-      constraint: Constraint, such as a grammar, for requests with a `constraint_state`. Every step
-        evaluates the constraint and copies the states to the CPU and back.
+      constraint: Constraint, such as a grammar, for requests with a `constraint_state`.
       prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. The longest
         stored prefix of a prompt is not computed again. The tokens of ended requests and common
-        prefixes of prompts are stored. If requests share a prefix of which more than 24 tokens are
-        not stored, one request computes the prefix while the other requests wait. Before a request
-        waits for cells, the least recently used prompts of the store are evicted.
+        prefixes of prompts are stored. Before a request waits for cells, the least recently used
+        prompts of the store are evicted.
       prefix_store: An existing store, instead of `prefix_sequences`; for example a store with a
         limit of cells, or the store of an earlier engine.
 
@@ -85,7 +82,6 @@ class Engine:
       ValueError: If a function of the constraint returns a wrong shape or dtype.
       ValueError: If `prefix_store` was made for another cache, uses all sequences of the cache, or
         is passed with `prefix_sequences`.
-      TypeError: If the model function, the constraint or the store has the wrong type.
 
     Examples:
       The model predicts the next number, and 3 is the stop token:
@@ -104,13 +100,6 @@ class Engine:
       0 [2, 3] STOP
       2 [1] LENGTH
       1 [0, 1, 2, 3] STOP
-
-      The method `submit` raises for a request that can never fit:
-
-      >>> engine.submit(request(prompt=[1, 2, 3], max_new_tokens=7))
-      Traceback (most recent call last):
-      ...
-      ValueError: expected cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, ...
     """
 
     def __init__(
@@ -195,8 +184,6 @@ class Engine:
             is passed to an engine without a constraint.
           ValueError: If even an empty cache has too few cells for the prompt, or, if `reserve` is
             True, for the prompt and `max_new_tokens` tokens.
-          TypeError: If the request is not a `Request`, its numbers are not integers, or its options
-            are not a dict.
         """
         self._check_cache()
         text = RequestState(id=self._next, request=check_request(request, self._limits))
@@ -211,7 +198,6 @@ class Engine:
 
         Raises:
           ValueError: If no request has the id `request_id`.
-          TypeError: If `request_id` is not an integer.
         """
         text = self._live_request(request_id)
         if text is None:
@@ -261,22 +247,7 @@ class Engine:
 
         Raises:
           ValueError: If `num_samples` is below 1, or `submit` would raise; no request is submitted.
-          TypeError: If `num_samples` is not an integer, or `submit` would raise.
           Exception: If `on_output` raises. No request is cancelled; `results` yields all outputs.
-
-        Examples:
-          >>> def forward(params, cache, ubatch):
-          ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-          ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
-          ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
-          >>> engine = serving.Engine(forward, jnp.eye(4), make_cache(spec, cells=8))
-          >>> requests = [serving.Request(prompt=[n], max_new_tokens=2) for n in (1, 2)]
-          >>> outputs = engine.generate(requests, on_output=lambda output, left: print(left))
-          1
-          0
-          >>> [output.tokens.tolist() for output in outputs]
-          [[2, 3], [3, 0]]
         """
         num_samples, requests = check_count(num_samples, "num_samples"), list(requests)
         if on_output is not None and not callable(on_output):
@@ -320,21 +291,6 @@ class Engine:
         Yields:
           The id of a request, the new tokens of the request, and None. The last item of a request
           has a `FinishReason` instead of None, and may have no tokens.
-
-        Examples:
-          >>> def forward(params, cache, ubatch):
-          ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-          ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
-          ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
-          >>> cache = make_cache(spec, cells=16, sequences=2)
-          >>> engine = serving.Engine(forward, jnp.eye(4), cache, tokens_per_step=2)
-          >>> engine.submit(serving.Request(prompt=[0], max_new_tokens=4))
-          0
-          >>> for request_id, tokens, reason in engine.stream():
-          ...     print(request_id, tokens, reason and reason.name)
-          0 [1, 2, 3] None
-          0 [0] LENGTH
         """
         sent: dict[int, int] = {}
         while self.busy:
@@ -459,11 +415,7 @@ class Engine:
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """Evict a stored prompt, or preempt a request, in the stream of each refused request.
-
-        If a stream has no stored prompt, the youngest request of the stream is preempted. If this
-        request is the only one in the stream, the request ends.
-        """
+        """Evict a stored prompt, or preempt a request, in the stream of each refused request."""
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

@@ -140,8 +140,7 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
     """Return the compiled program that computes a chunk.
 
-    The program is stored while the model function exists. It donates the buffers. The logits
-    `[Q, V]` are 0 for sequences whose prompt does not end in the chunk.
+    The logits `[Q, V]` are 0 for sequences whose prompt does not end in the chunk.
     """
     return cached_program(_build_chunk_program, forward)
 

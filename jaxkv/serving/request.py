@@ -77,9 +77,7 @@ class RequestOutput:
     id: The id that `Engine.submit` returned.
     tokens: The generated tokens, including a stop token.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits.
-    reason: Why the request ended.
     prefix_hit: Number of tokens forked from the prefix store, and why not more were forked.
-    request: The request.
     """
 
     id: int
@@ -98,7 +96,6 @@ class RequestState:
     num_computed_tokens: Number of tokens that were forked from the store or computed in chunks.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
     branch_points: Lengths of the prefixes to store, which other requests share.
-    source: Stored prompt from which the request was resumed, or None.
     """
 
     id: int
@@ -287,15 +284,6 @@ def make_batch_sampler(
 
     To limit the number of compiled programs, there are only three sets of filters: no filters;
     temperature with min_p; all filters.
-
-    >>> hot, best = (
-    ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)
-    ... )
-    >>> sampler = make_batch_sampler(
-    ...     [hot, None, best], sampling_options=frozenset(OPTIONS), penalty_last_n=64
-    ... )
-    >>> sampler.temperature.tolist(), sampler.top_k
-    ([0.699999988079071, 0.0, 0.0], None)
     """
     numbers = {
         name: np.array(

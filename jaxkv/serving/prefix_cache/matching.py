@@ -39,10 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return a mask of the prefix lengths that can be resumed, and a `MissReason`.
-
-    The reason is NONE if all n tokens can be resumed; otherwise it says why they cannot.
-    """
+    """Return a mask of the prefix lengths that can be resumed, and a `MissReason`."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))

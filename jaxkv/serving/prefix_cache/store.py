@@ -37,10 +37,9 @@ class PrefixStore:
 
     The methods `fork`, `store` and `evict` return a new cache and a new store. Use the new store
     only with the new cache; the earlier store stays valid for the earlier cache. Only methods of
-    the store may edit the sequences of the store. If `seq_add` shifts cells that a stored prompt
-    shares with another sequence, the shifted tokens cannot be forked. Prompts are compared by token
-    ids: assign an id to each image or other model input. Methods raise a ValueError if a cache is
-    traced, or has another spec than the store.
+    the store may edit the sequences of the store. Prompts are compared by token ids: assign an id
+    to each image or other model input. Methods raise a ValueError if a cache is traced, or has
+    another spec than the store.
 
     prompts: The stored prompts, least recently used first.
     evicted: Tokens of the last `len(sequences)` evicted prompts, most recently evicted last.
@@ -66,13 +65,6 @@ class PrefixStore:
           ValueError: If no sequence id is given, or an id is repeated or not in the cache.
           ValueError: If one of the sequences is not empty, or the number of cells is below 1.
           ValueError: If the cache is traced or has a part for encoder sources.
-          TypeError: If an id or the number of cells is not an integer.
-
-        Examples:
-          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
-          >>> cache = make_cache(spec, cells=64, sequences=4)
-          >>> serving.PrefixStore(cache, sequences=[2, 3], cells=32)
-          PrefixStore(0 prompts of 0 tokens, 2 sequences, at most 32 cells)
         """
         spec = _spec_of(cache)
         if spec.has_cross_attention:
@@ -129,7 +121,6 @@ class PrefixStore:
 
         Raises:
           ValueError: If no token is given, or the sequence is in the store or not in the cache.
-          TypeError: If tokens or the sequence id are not integers.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -153,11 +144,9 @@ class PrefixStore:
         prompts will diverge, such as the end of a common prefix.
 
         A prompt that is already stored is not stored again. The new prompt replaces a stored prompt
-        that is a prefix of the new prompt. The new prompt does not replace a stored prompt that can
-        be resumed at a position at which the new prompt cannot be resumed. If the store has no
-        empty sequence, or exceeds its limit of cells, the least recently used prompts are evicted.
-        If the store has no sequence in the stream of `seq`, the prompt is copied to a store
-        sequence in another stream.
+        that is a prefix of the new prompt. If the store has no empty sequence, or exceeds its limit
+        of cells, the least recently used prompts are evicted. If the store has no sequence in the
+        stream of `seq`, the prompt is copied to another stream.
 
         Args:
           cache: The cache of the store.
@@ -172,22 +161,6 @@ class PrefixStore:
 
         Raises:
           ValueError: If the sequence has fewer positions than tokens, or if `fork` would raise.
-          TypeError: If tokens or the sequence id are not integers.
-
-        Examples:
-          The window has two positions, and the first tokens were evicted:
-
-          >>> spec = CacheSpec.attention(1, 1, 2, window=Window.sliding(2))
-          >>> cache = make_cache(spec, cells=5, sequences=2)
-          >>> store = serving.PrefixStore(cache, sequences=[1])
-          >>> for tokens in [[1, 2, 3, 4], [5, 6, 7]]:
-          ...     cache = apply(cache, init_batch(cache, make_batch(tokens)))
-          >>> cache, store, hit = store.store(cache, [1, 2], seq=0)
-          >>> hit.miss.name
-          'CONTEXT_EVICTED'
-          >>> cache, store, hit = store.store(cache, [1, 2, 3, 4, 5, 6, 7], seq=0)
-          >>> hit.length, store.num_used_cells(cache)
-          (7, 5)
         """
         text, source = self._check_tokens(cache, tokens, seq)
         if (end := int(cache.seq_pos_max(source)) + 1) < text.size:
@@ -229,17 +202,6 @@ class PrefixStore:
 
         Raises:
           ValueError: If `cells` is below 0.
-          TypeError: If `cells` is not an integer.
-
-        Examples:
-          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
-          >>> cache = make_cache(spec, cells=64, sequences=2)
-          >>> store = serving.PrefixStore(cache, sequences=[1])
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-          >>> cache, store, _ = store.store(cache, [1, 2, 3], seq=0)
-          >>> cache, store = store.evict(cache, cells=0)
-          >>> store.num_used_cells(cache), store.fork(cache, [1, 2, 3], seq=0).hit.miss.name
-          (0, 'EVICTED')
         """
         max_cells, store = check_count(cells, "cells", low=0), self
         self._check_made_for(cache)
@@ -266,7 +228,6 @@ class PrefixStore:
 
         Raises:
           ValueError: If the sequence id of a prompt is not in the store.
-          TypeError: If tokens are not integers.
         """
         if others := set(prompts) - set(self.sequences):
             raise ValueError(
