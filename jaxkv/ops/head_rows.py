@@ -72,8 +72,7 @@ def take_own_heads(
 ) -> Float[Array, "P _ X Dv"]:
     """Return, for each query, the values of its own head from its weighted sum of rows.
 
-    The argument `out` has a weighted sum for each query, with the values of all heads that share a
-    row. The X queries of a row are in the order of the row's heads.
+    The X queries of a row are in the order of the row's heads.
     """
     if out.shape[3] == value_dim:
         return out

@@ -50,8 +50,6 @@ class LayerView:
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Return the indices in `all` of streams of the layer.
 
-        If `layer` is outside `[0, L)`, the indices are past the end of `all`.
-
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
         ((2, 1, 4, 8), 3, [5, 2])

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 class ValueSlice:
     """Slice of the keys that serves as the values, in place of an array of values.
 
-    first: First dimension of the slice.
     last: One past the last dimension of the slice.
     """
 

@@ -98,10 +98,7 @@ def dequantised_dtype(x: Stored) -> jnp.dtype:
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers in the format of `like`: quantised if `like` is, otherwise unchanged.
 
-    Each number is divided by its scale, and rounded to the nearest code, ties to even. Codes and
-    scales have no derivative. If a number of a head is not finite, all decoded numbers of the head
-    are NaN. The argument `numbers` has the dtype `dequantised_dtype(like)`. Its shape may differ
-    from that of `like`.
+    The argument `numbers` has the dtype `dequantised_dtype(like)`.
     """
     if not isinstance(like, Quantised):
         return numbers

@@ -35,8 +35,6 @@ class ActiveTiles(NamedTuple):
 
     mask: Visible cells of each token, `[P * b, t, N]` bool. If this array would be large, or if
       there is a bias, `mask` is a `Visibility` instead, in which each block is a list of tokens.
-    sees: Whether each token attends to any cell.
-    streams: Stream of each block.
     tiles: For each pair of a block and a tile, the number block * n + tile, where n is the number
       of tiles of a stream. Pairs with an active tile come first, by increasing number.
     starts: Index in `tiles` of the first active tile of each block; the last element is the number
@@ -62,10 +60,7 @@ class ActiveTiles(NamedTuple):
     def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
-        """Return the mask and the bias for a block of tokens and the cells of a tile.
-
-        The bias is None if the logits have no bias.
-        """
+        """Return the mask and the bias for a block of tokens and the cells of a tile."""
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None
@@ -123,10 +118,7 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return whether each cell is visible to a list, and whether each token has a visible cell.
-
-    The shapes of the two results are `[P, N]` and `[P, T]`.
-    """
+    """Return whether each cell is visible to a list, and whether each token has a visible cell."""
     # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 

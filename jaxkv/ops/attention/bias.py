@@ -64,10 +64,8 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     """Check the bias that a caller passed, and convert it for attention.
 
     Returns an array `[R, T, H or 1, N]` for an array, a `PositionBias` for a function, and None for
-    None. The argument `shape` is (R, T, H, N). Raises a TypeError unless the bias is an array of
-    floats, or a function that returns an array of floats. Traced arrays that the function uses must
-    be leaves of the function as a pytree (see `Function`); otherwise a TypeError is raised. Raises
-    a ValueError if the bias does not broadcast to the shape.
+    None. The argument `shape` is (R, T, H, N). Traced arrays that the function uses must be leaves
+    of the function as a pytree (see `Function`); otherwise a TypeError is raised.
     """
     if bias is None:
         return None

@@ -229,10 +229,7 @@ def attend(
     options: AttentionOptions,
     implementation: Implementation | None = None,
 ) -> Float[Array, "P T H Dv"]:
-    """Attend from each list of tokens to the stream of the list, in tests and benchmarks.
-
-    For the arguments see `AttentionFn`.
-    """
+    """Attend from each list of tokens to the stream of the list, in tests and benchmarks."""
     return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
 
@@ -304,7 +301,6 @@ def attention(
 
     Raises:
       ValueError: If K does not divide H, shapes do not match, or `softcap` is not in (0, inf).
-      TypeError: If the queries are not floats, or `scale` or `softcap` is not a number.
 
     Examples:
       >>> q, v = jnp.ones((1, 1, 1, 1)), jnp.array([2.0, 4.0, 6.0]).reshape(1, 1, 3, 1)

@@ -47,10 +47,7 @@ def cudnn(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` with cuDNN.
-
-    Raises a ValueError unless all arrays are float16, or all arrays are bfloat16.
-    """
+    """Call `jax.nn.dot_product_attention` with cuDNN."""
     if (
         isinstance(k, Quantised)
         or isinstance(v, Quantised)

@@ -51,7 +51,6 @@ class KernelTiling(NamedTuple):
     queries: Number of queries that share a key and are computed together, a power of two.
     cells: Number of cells of a tile, C.
     programs: Number of programs that share the tiles of a block of tokens, J.
-    warps: Number of warps of a program.
     stages: Number of tiles that a program fetches or computes at the same time.
     """
 
@@ -221,7 +220,6 @@ def _kernel(
 ) -> None:
     """Attend from a block of tokens to the active tiles of this program, for one key head.
 
-    The active tiles of a block are divided among J programs.
     Shapes: `[P * b, X, 4]` for `query_bounds`, `[P * b, K, X, D]` for `q`, `[S * L, K, N, ...]` for
     `k` and `v`, and `[J, P * b, K, X, ...]` for outputs.
     """
@@ -249,10 +247,7 @@ def _kernel(
         def load_tile(
             x: Ref, number: jax.Array, inside: jax.Array
         ) -> tuple[jax.Array, jax.Array | None]:
-            """Return the numbers or quantised codes of a tile, `[C, n]`, and scales, `[1, C]`.
-
-            The scales are None if the tile is not quantised.
-            """
+            """Return the numbers or quantised codes of a tile, `[C, n]`, and scales, `[1, C]`."""
             numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
             found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))

@@ -27,11 +27,8 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class AttentionOptions:
     """Options of a model's attention.
 
-    scale: Factor that multiplies the products of queries and keys. If None, the factor is
-      1 / sqrt(D). Static.
+    scale: Factor that multiplies the products of queries and keys.
     softcap: Bound c: each scaled product x becomes c * tanh(x / c). If None, there is no bound.
-      Static.
-    sinks: Additional logit of each query head, without a value.
     """
 
     scale: float | None = field(default=None, metadata={"static": True})

@@ -27,18 +27,13 @@ class Visibility:
     A token attends to those cells of the token's sequence whose positions are allowed by `window`,
     `causal` and `visible_until`.
 
-    position: Position of each cell.
     owners: For each cell, a bit mask of the sequences that own the cell.
-    streams: Stream of each list of tokens.
-    at: Position of each token.
     word: Index of the word (axis 1 of `owners`) that contains the bit of each token's sequence.
     bit: Word in which the bit of the token's sequence is set; 0 for padding, which attends to no
       cell.
-    window: Window of attention; None if the layer has no window. Static.
     causal: False if tokens also attend to later positions. Static.
     all_streams: True if P is S and list p attends to stream p, for all p. Static.
-    visible_until: Last position that each token attends to; `causal` is then ignored. If None,
-      `causal` determines the last position.
+    visible_until: Last position that each token attends to; `causal` is then ignored.
     bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None if there is no bias.
     tile: Number of cells of a tile of `jaxkv.kv.tiles`; None if streams have no tiles. Static.
     """
@@ -125,13 +120,7 @@ def with_bias_array(visibility: Visibility) -> Visibility:
 
 
 class QueryBounds(NamedTuple):
-    """Sequence and visible positions of each query; fields are `[P, T]`, or `[X, 1]` in kernels.
-
-    first: First position that the query attends to.
-    last: Last position that the query attends to.
-    word: Index of the word (axis 1 of `owners`) that contains the bit of the query's sequence.
-    bit: Word in which the bit of the query's sequence is set; 0 for padding.
-    """
+    """Sequence and visible positions of each query; fields are `[P, T]`, or `[X, 1]` in kernels."""
 
     first: Int32[Array, "*_"]
     last: Int32[Array, "*_"]
