@@ -32,12 +32,8 @@ class PlanBuilder:
     """A plan in progress.
 
     table: Table after the ubatches whose slots are chosen so far.
-    batch: Flat batch, in which default positions and outputs are filled in.
     reason: `Reason` of each sequence, from the checks before slots are chosen.
     final_reason: `Reason` of each sequence, including faults found when slots are chosen.
-    expected: See `Plan`.
-    actual: See `Plan`.
-    demand: Number of cells that each sequence requires.
     available: Number of cells that remain in the stream of each sequence after all sequences that
       fit are placed. With a window, the cells of these sequences are not subtracted.
     fits_in_one_run: Whether each sequence fits. With contiguous placement, only the longest run of
@@ -108,11 +104,7 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """Fill in the default positions and outputs of a batch.
-
-    Default positions continue each sequence. By default, only the last token of each sequence has
-    an output.
-    """
+    """Fill in the default positions and outputs of a batch."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks

@@ -117,10 +117,7 @@ def _lay_out_concrete_batch(
 
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
-    """Return whether a batch requires equally many cells for any division into ubatches.
-
-    The result is False for caches that evict cells, and for contiguous placement.
-    """
+    """Return whether a batch requires equally many cells for any division into ubatches."""
     details = dict(spec.details)
     evicts = details.get("window") is not None and spec.ubatch_size is None
     contiguous = details.get("placement") == "contiguous"
@@ -169,10 +166,7 @@ def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """Add rows of padding up to a power of two, so that few shapes are compiled.
-
-    If each row must have tokens of only one sequence, no padding is added beyond Q rows.
-    """
+    """Add rows of padding up to a power of two, so that few shapes are compiled."""
     num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
         num_rows = max(min(num_rows, spec.sequences), len(part))
@@ -229,10 +223,7 @@ def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def gather_rows(batch: Batch, index: jax.Array) -> Batch:
-    """Arrange the tokens of a flat batch in rows: `index` has the batch index of each token.
-
-    An element NO_SLOT of `index`, `[R, T]`, means padding.
-    """
+    """Arrange the tokens of a flat batch in rows: `index` has the batch index of each token."""
 
     def gather_field(field: jax.Array) -> jax.Array:
         return field[jnp.minimum(index, field.shape[0] - 1)]

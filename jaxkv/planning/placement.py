@@ -37,8 +37,7 @@ def plan_single_ubatch(
 ) -> Plan:
     """Plan a flat batch as one ubatch; `ranks` is the result of `layout.rank_in_sequence`.
 
-    The array `index` has the batch index of each token of the ubatch, and NO_SLOT for padding. The
-    array `more` is True for sequences with further tokens in later ubatches.
+    The array `more` is True for sequences with further tokens in later ubatches.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)

@@ -50,13 +50,12 @@ def init_batch(
     """Plan slots for the tokens of a batch. The cache is unchanged, and only its table is read.
 
     The new positions of a sequence must be its last position + 1, + 2 and so on; an empty sequence
-    may start at any position. The plan is refused for other positions, for too few free cells, and
-    for the other causes in `Reason`.
+    may start at any position. The plan is refused for other positions, for too few free cells
+    (`Reason.OUT_OF_CELLS`), and for the other causes in `Reason`.
 
     Args:
       cache: any cache.
-      batch: the batch, from `make_batch`. A traced batch must have rows `[R, T]`, or at most
-        `ubatch_size` tokens.
+      batch: the batch, from `make_batch`.
       ubatch_size: largest number of tokens computed at once; by default the `ubatch_size` of the
         cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
         few shapes are compiled. Ignored with `encoder`.
@@ -69,18 +68,15 @@ def init_batch(
         The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch
         becomes one ubatch of any length. The ubatch has a row for each sequence; the rows of a
         traced batch are unchanged. Positions start at 0. After `apply`, write the keys and values
-        of each cross-attention layer with `write_kv`. The function `encode` calls `init_batch`,
-        `apply` and an encoder.
+        of each cross-attention layer with `write_kv`.
 
     Returns:
       A `Plan`: the tuple `ubatches`, `ok` `[]` bool, `reason` `[Q]` int32 (a `Reason` for each
-      sequence), and `fits` `[Q]` bool. If the plan is refused, for example because too few cells
-      are free (`Reason.OUT_OF_CELLS`), `ok` is False, `apply` has no effect, and `plan.check()`
-      raises a `PlanRefusedError`. `fits` is whether each sequence gets cells if sequences are
-      placed one after the other: fewest new tokens first, then lowest id first.
+      sequence), and `fits` `[Q]` bool. If the plan is refused, `ok` is False, `apply` has no
+      effect, and `plan.check()` raises a `PlanRefusedError`. `fits` is whether each sequence gets
+      cells if sequences are placed one after the other: fewest new tokens first, then lowest id.
 
     Raises:
-      TypeError: If `batch` is not a `Batch`, or `ubatch_size` is not an integer.
       TypeError: If `encoder` is True, and the cache has no cross-attention layers.
       ValueError: If a concrete sequence id is not from 0 to Q - 1, or no token is valid.
       ValueError: If a traced batch without rows has more than `ubatch_size` tokens.
@@ -148,7 +144,6 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
       least 8, but at most the number of tokens.
 
     Raises:
-      TypeError: If `ubatch_size` or `outputs` is not an integer.
       ValueError: If an argument is below 1, or `ubatch_size` exceeds the `ubatch_size` of the
         cache.
 
@@ -200,10 +195,7 @@ def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
 
 @jit_table
 def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """If `ok` is False, replace all slots of a ubatch by indices past the last cell.
-
-    The argument `table` only determines the mesh.
-    """
+    """If `ok` is False, replace all slots of a ubatch by indices past the last cell."""
     del table
     return mask_slots(ok, ubatch)
 
@@ -229,7 +221,6 @@ def plan_step(
       refused because of other sequences, a sequence that fits has OK.
 
     Raises:
-      TypeError: If tokens or ids are not integers, or `active` is not bool (or concrete 0 and 1).
       ValueError: If shapes differ, there is no token, or a concrete id is repeated or invalid.
 
     Examples:
