@@ -38,9 +38,8 @@ def seq_cp(
 ) -> tuple[T, Buffers | None]:
     """Replace the states of each target by those states of `src` that precede the end of a range.
 
-    Targets in the stream of `src` share the cells of `src`. Targets in other streams get copies,
-    which require `buffers`. If `src` has no token in the range, targets in the stream of `src` are
-    unchanged, and targets in other streams become empty.
+    Targets in other streams get copies, which require `buffers`. If `src` has no token in the
+    range, targets in the stream of `src` are unchanged, and targets in other streams become empty.
     """
     end = _last_in_range(states, src, start, stop)
     fork = drop_pairs(states, states.position <= end)
@@ -57,11 +56,7 @@ def can_seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-    """Return whether `seq_cp` is possible, and the last position of each target after the copy.
-
-    If `src` has tokens in the range, a copy that changes a target requires the stored state after
-    the last of these tokens. All other copies are possible.
-    """
+    """Return whether `seq_cp` is possible, and the last position of each target after the copy."""
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
     stands = (end == EMPTY) | jnp.any(states.position[src] == end)
@@ -109,10 +104,7 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy the states of `src`, in cells `cell`, to those targets that are in other streams.
-
-    Returns the table, the buffers, and the cells of all targets.
-    """
+    """Copy the states of `src`, in cells `cell`, to those targets that are in other streams."""
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))

@@ -25,7 +25,6 @@ class StateSlots:
 
     source: Cell index of the state before the first token of each row.
     cells: Cell indices of the states after the last tokens of each row, oldest state first.
-    source_hash: The hash of each source cell when the plan was made.
     """
 
     source: Int32[Array, " R"]
@@ -105,11 +104,7 @@ def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
 def can_read_source(
     states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch
 ) -> Bool[Array, " R"]:
-    """Return for each row whether a layer can read the state before the row's first token.
-
-    The result is False if the stream of the row was edited after `apply`, if the layer has not
-    written the state, or if the layer has overwritten the state.
-    """
+    """Return for each row whether a layer can read the state before the row's first token."""
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = layer_hash.at[source].get(mode="fill", fill_value=0)
     refused = ubatch.slots.source >= MAX_CELLS  # such rows read zeros
@@ -122,8 +117,7 @@ def writable_cells(
 ) -> Int32[Array, "R pairs"]:
     """Return the cell index of each new state that a layer has not written yet.
 
-    All other indices are past the last cell. If the stream of a row was edited after `apply`, all
-    indices of the row are past the last cell.
+    All other indices are past the last cell.
     """
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)

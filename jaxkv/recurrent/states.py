@@ -38,7 +38,6 @@ class States:
     content: Sum of the hashes of all tokens in the state of each cell. The hash of a token includes
       the token's position before any shift.
     layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
-    sharding_rules: Mesh axes that split the cache; None if the cache is not on a mesh. Static.
     shard_dims: Static. A tuple (name, dimension, n) for each state that a mesh may split; the
       dimension consists of n equal blocks.
     """
@@ -130,10 +129,7 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
 ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-    """Return `content` of each sequence's current state, and whether it equals `contents`.
-
-    The content of an empty sequence is 0.
-    """
+    """Return `content` of each sequence's current state, and whether it equals `contents`."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -188,10 +184,7 @@ def seq_rm(
 ) -> tuple[T, Bool[Array, ""]]:
     """Remove a range of a sequence, or of all sequences if `seq` is -1; also return `ok`.
 
-    A range without tokens has no effect. A range from 0 to the last token empties the sequence. A
-    range from `start` to the last token requires a stored state at `start` - 1, which becomes the
-    current state. For other ranges, `ok` is False. If `ok` is False because of one sequence, the
-    states of all sequences are unchanged.
+    If `ok` is False because of one sequence, the states of all sequences are unchanged.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -265,10 +258,7 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[T, Bool[Array, ""]]:
-    """Divide the positions of a sequence in a range by a divisor, rounding down.
-
-    A divisor above 1 drops earlier states in the range. With a divisor below 1, `ok` is False.
-    """
+    """Divide the positions of a sequence in a range by a divisor, rounding down."""
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]
     position = states.position // jnp.maximum(divisor, 1)
@@ -300,11 +290,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return the table `old` with the `cell_hash` and `layer_hash` of `states`.
-
-    The second result is True if these hashes are equal in `old` and `states` for all cells that
-    `old` uses.
-    """
+    """Return the table `old` with the `cell_hash` and `layer_hash` of `states`."""
     same = jnp.all(states.layer_hash == old.layer_hash, axis=0) & (
         states.cell_hash == old.cell_hash
     )
