@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return an array of distinct slots past the last cell, with the shape of `slots`.
-
-    Writes with mode="drop" skip these slots.
-    """
+    """Return an array of distinct slots past the last cell, with the shape of `slots`."""
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
@@ -50,11 +47,7 @@ def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " coun
 def divmod_nonnegative(
     numbers: Int[Array, "*n"], size: int
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
-    """Return quotients and remainders of non-negative integers, in fewer instructions than `//`.
-
-    >>> divmod_nonnegative(jnp.int32(7), 3)
-    (Array(2, dtype=int32), Array(1, dtype=int32))
-    """
+    """Return quotients and remainders of non-negative integers, in fewer instructions than `//`."""
     by = jnp.asarray(size, numbers.dtype)
     return jax.lax.div(numbers, by), jax.lax.rem(numbers, by)
 
@@ -86,11 +79,7 @@ def _is_known(x: object) -> bool:
 def take_rows(
     parts: Sequence[Shaped[Array, "*_"]], index: Int[Array | np.ndarray, " n"]
 ) -> Shaped[Array, "*_"]:
-    """Concatenate arrays and return the rows with given indices, in one compiled program.
-
-    >>> take_rows([np.array([5, 6]), np.array([7])], np.array([2, 0])).tolist()
-    [7, 5]
-    """
+    """Concatenate arrays and return the rows with given indices, in one compiled program."""
     return jnp.concatenate(parts)[index]
 
 

@@ -73,7 +73,6 @@ class ShardingRules:
 
         Raises:
           ValueError: If no pair has a logical axis of a cache.
-          TypeError: If `sharding_rules` are not pairs.
 
         >>> ShardingRules.of([("cache_batch", "data"), ("kv_heads", "tensor"), ("mlp", "fsdp")])
         ShardingRules(streams='data', kv_heads='tensor', cells=None)
@@ -106,7 +105,7 @@ class ShardingRules:
 
         Args:
           mesh: the mesh.
-          sizes: sizes of the dimensions, by field name. A dimension of size 1 is not split.
+          sizes: sizes of the dimensions, by field name.
 
         Raises:
           ValueError: If the number of streams or cells is above 1, but not a multiple of the number

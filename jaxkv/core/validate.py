@@ -49,7 +49,6 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
 
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
-    ...
     ValueError: expected fewer than 2**60 numbers of keys, got the shape (2147483648, ...); ...
     """
     if math.prod(shape) >= 1 << 60:
@@ -70,8 +69,7 @@ def check_int32(
 
     If the dtype of traced integers has a larger range than int32, they are clipped to
     `[low - 1, high + 1]`, so that integers out of bounds remain out of bounds. If `high` is END,
-    integers above END become END. Raises a ValueError for lists of different lengths. Raises a
-    ValueError that ends with `advice` for an untraced integer out of bounds.
+    integers above END become END.
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)
@@ -114,8 +112,7 @@ def check_bounds(
 ) -> tuple[PyTree[Int32[ArrayLike, "*n"]], PyTree[Int32[ArrayLike, "*m"]]]:
     """Return the bounds of a range of positions as int32.
 
-    A `p0` of -1 means position 0; a `p1` of -1 or None means the end of the sequence. Raises a
-    TypeError for a bound that is not an integer, and a ValueError for an untraced bound below -1.
+    A `p0` of -1 means position 0; a `p1` of -1 or None means the end of the sequence.
     """
     advice = "count from the beginning; the last n tokens begin at cache.seq_pos_max(seq) + 1 - n"
     p1 = -1 if p1 is None else p1
