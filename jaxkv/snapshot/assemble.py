@@ -1,8 +1,4 @@
-"""Parts of a cache that a snapshot saves, and names of the saved arrays.
-
-Each name is a tree path: `table.position`, `buffers.k.0`, or `table.parts.0.position` in a hybrid
-cache.
-"""
+"""Parts of a cache that a snapshot saves, and names of the saved arrays."""
 
 from __future__ import annotations
 

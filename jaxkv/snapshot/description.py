@@ -12,8 +12,6 @@ Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[s
 class CellDescription(TypedDict):
     """Description of a part with N cells of keys and values, Q sequences and S streams.
 
-    static: static fields of the part's table, by field name.
-    ropes: rope of each layer.
     latent: for each layer, the bounds of the slice of a key that is used as value; None if the
       layer stores values.
     """
@@ -61,7 +59,6 @@ class SnapshotContent(TypedDict):
     """Description of a snapshot except for its arrays.
 
     tokens: token ids of each saved sequence; None if no tokens were passed for the sequence.
-    model: `model_id` passed to `save`; None if no id was passed.
     notes: `notes` passed to `save`; the key is absent in older files.
     """
 

@@ -1,7 +1,4 @@
-"""Snapshot files: safetensors with a JSON description and checksums in the metadata.
-
-Saving needs memory for the whole file. Arrays of bfloat16, which NumPy lacks, are stored as bytes.
-"""
+"""Snapshot files: safetensors with a JSON description and checksums in the metadata."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ _PLAIN |= {"float16", "float32", "float64", "complex64"}
 class SnapshotFile:
     """An open snapshot with a checked description; arrays are read on access.
 
-    arrays: dtype and shape of each array, by array name.
     seed: hash of the description, which includes the checksums of all arrays.
     """
 

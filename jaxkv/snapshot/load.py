@@ -35,12 +35,9 @@ if TYPE_CHECKING:
 class SnapshotInfo:
     """Description of a snapshot, returned by `inspect`.
 
-    version: version of the snapshot format.
     sequences: ids of all saved sequences, also of empty sequences.
-    tokens: token ids passed to `save`, by sequence id.
     model_id, notes: values passed to `save`; None if not passed.
     cache: shapes of the cache that `load` makes; see `cache.nbytes` and `cache.table.spec`.
-    arrays: dtype and shape of each array in the file, by array name.
     """
 
     version: int
@@ -67,7 +64,6 @@ def inspect(source: Source) -> SnapshotInfo:
     Raises:
       ImportError: If the package safetensors is not installed.
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
-      TypeError: If `source` is neither a path nor bytes.
       ValueError: If the file is not a snapshot, has another version, or has a damaged description.
         Only `load` detects damaged arrays.
 
@@ -135,9 +131,7 @@ def load(
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
       PlanRefusedError: If a stream has too few free cells; with contiguous placement, also if runs
         of free cells are too short.
-      TypeError: If `source` is neither a path nor bytes, or a compared `model_id` is not a JSON
-        value.
-      TypeError: If `into` is not a `Cache`, or has shapes only.
+      TypeError: If `into` has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
@@ -163,10 +157,6 @@ def load(
       >>> print(show(snapshot.load(data, into=other, sequences=[2])))
       owner    0 1 2 2 2
       position 0 0 0 1 2
-      >>> snapshot.load(data[:-1])
-      Traceback (most recent call last):
-      ...
-      ValueError: expected a snapshot, got a file that safetensors cannot read (...); ...
 
     llama.cpp: `llama_state_load_file`, `llama_state_set_data`, `llama_state_seq_load_file`,
     `llama_state_seq_set_data`.

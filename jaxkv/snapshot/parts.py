@@ -47,7 +47,6 @@ _VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
 class SlotAssignment:
     """Slots in a cache for saved cells or states.
 
-    table: table with the restored sequences.
     streams, cells: stream index and cell index of each written cell.
     origin: for each written cell, the index of the saved cell or state in the snapshot.
     """
@@ -62,7 +61,6 @@ class SequenceMap(NamedTuple):
     """Mapping from saved sequences to target sequences, as three lists of equal length.
 
     saved_index: index of each sequence in the list of saved sequences.
-    old: saved id of each sequence.
     new: target id of each sequence, without repeats.
     """
 
@@ -187,11 +185,7 @@ def to_json(value: Any) -> Json:
 
 
 def from_json(value: Any) -> Any:
-    """Convert a JSON value from `to_json` back to the value of a static field.
-
-    >>> from_json([None, {"Window": {"width": 4, "rule": "sliding"}}])
-    (None, Window.sliding(4))
-    """
+    """Convert a JSON value from `to_json` back to the value of a static field."""
     if isinstance(value, list):
         return tuple(from_json(item) for item in value)
     if isinstance(value, dict):

@@ -52,8 +52,7 @@ def save(
       ImportError: If the package safetensors is not installed.
       OSError: If writing fails, for example on a full disk. An earlier file is unchanged.
       OSError: If the path is a folder or a device, or the folder of the path does not exist.
-      TypeError: If `model_id` or `notes` is not a JSON value, or `tokens` is not a mapping.
-      TypeError: If sequence ids or tokens are not integers, or the cache has shapes only.
+      TypeError: If the cache has shapes only.
       ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a layer of the cache was not written after `apply`.
       ValueError: If a sequence id is unknown or repeated, or the list of ids is nested.

@@ -1,8 +1,4 @@
-"""Snapshots of recurrent caches: n saved states; a shared state is saved once.
-
-If the target cache stores fewer states of a sequence than the snapshot contains, only the
-newest states are loaded.
-"""
+"""Snapshots of recurrent caches: n saved states; a shared state is saved once."""
 
 from __future__ import annotations
 
