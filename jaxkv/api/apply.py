@@ -34,11 +34,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
         which becomes invalid. If False, the buffers are copied. `donate` has no effect for a
         ubatch or the plan of a batch: the returned cache shares the buffers of the input cache.
 
-    Returns:
-      The next cache.
-
     Raises:
-      TypeError: If `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
       ValueError: If the plan was made for a cache with another `TableSpec`, such as more cells.
       ValueError: If an update or a defrag needs buffers that were donated.
@@ -68,11 +64,9 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     - The plan of an update becomes stale when the shift of a key changes.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
-    If such a change is in only one stream, or in one part of a hybrid cache, the whole plan of an
-    update or a defrag becomes stale. `is_current` accepts the same plans as `apply`.
+    `is_current` accepts the same plans as `apply`.
 
     Raises:
-      TypeError: If `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, or was made for another `TableSpec`.
 
     Examples:
@@ -118,10 +112,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return whether the streams of a ubatch are unchanged since planning.
-
-    The result is False if no token of the ubatch has a cell, as in a refused plan.
-    """
+    """Return False if a stream of a ubatch has changed since planning, or the plan was refused."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(
         lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before

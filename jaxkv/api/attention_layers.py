@@ -35,8 +35,8 @@ class AttentionLayers:
       ubatch: the tokens to compute.
 
     Raises:
-      TypeError: If `cache` or `ubatch` has the wrong type, or the model passes an unsupported
-        option. A model can pass `scale`, `softcap`, `sinks`, and the options that flax layers pass.
+      TypeError: If the model passes an unsupported option. A model can pass `scale`, `softcap`,
+        `sinks`, and the options that flax layers pass.
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
       ValueError: If the property `cache` is read before all layers were called.

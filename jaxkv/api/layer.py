@@ -75,9 +75,8 @@ def attend(
         limits how far ahead a token attends. The output of a token is NaN if the token would attend
         to tokens of a later ubatch; use a larger `ubatch_size`.
       visible_until: the highest position that each token attends to; by default the position of the
-        token. A higher position makes later tokens visible, as in an image or a prefix. A window is
-        measured from the position of the token. The output is NaN if the ubatch ends before the
-        highest position that the token attends to.
+        token. A window is measured from the position of the token. The output is NaN if the ubatch
+        ends before the highest position that the token attends to.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
 
@@ -90,9 +89,7 @@ def attend(
       - If the ubatch is stale for a stream, or not applied, no key is written to the stream, and
         the output rows of the stream are NaN.
       - If the keys of an applied ubatch were not written to the layer, all output rows of the
-        ubatch's streams are NaN, in calls with this ubatch and with later ubatches. To recover,
-        call `rewind` with a table from before the ubatch was applied, or remove all tokens of these
-        streams.
+        ubatch's streams are NaN, in calls with this ubatch and with later ubatches.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
@@ -105,16 +102,13 @@ def attend(
       ValueError: If a ubatch of encoder sources is passed to a self-attention layer.
       ValueError: If a cross-attention layer gets `k`, `v` or `visible_until` with decoder tokens.
       TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
-      TypeError: If `q`, `k`, `v`, `sinks` or a bias array is not an array of floats, or
-        `visible_until` is not of integers.
-      TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
-        or `causal` is not a static bool.
       TypeError: If only one of `k` and `v` is given; if values are key slices, `v` must be None.
-      TypeError: If the layer number is not an integer, or is traced and the cache is not stacked.
-      TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
+      TypeError: If the layer number is traced and the cache is not stacked.
+      TypeError: If `softcap` or `causal` is traced.
+      TypeError: If a bias does not return floats, or closes over traced values.
 
     Examples:
-      The second token attends to both tokens; the output of a ubatch that was not applied is NaN:
+      The second token attends to both tokens:
 
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
@@ -122,8 +116,6 @@ def attend(
       >>> after, out = attend(apply(cache, ubatch), 0, ubatch, q, q, v)
       >>> out[0, :, 0, 0], after.buffers.v[0][0, 0, :, 0]
       (Array([2., 3.], dtype=float32), Array([2., 4., 0., 0.], dtype=float32))
-      >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
-      Array([nan, nan], dtype=float32)
 
       A bias that falls by log 3 for each position of distance:
 
@@ -169,9 +161,6 @@ def write_kv(
         dtype of the cache.
       v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
 
-    Returns:
-      The cache with the keys and values written.
-
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
       ValueError: If the layer number is static, and the ubatch was already written to the layer in
@@ -180,9 +169,8 @@ def write_kv(
       ValueError: If encoder sources are written to a self-attention layer, or other tokens to a
         cross-attention layer.
       TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
-      TypeError: If `k` or `v` is not an array of floats, `v` is missing, or `v` is passed although
-        values are slices of the keys.
-      TypeError: If the layer number is not an integer, or is traced and the cache is not stacked.
+      TypeError: If `v` is missing, or `v` is passed although values are slices of the keys.
+      TypeError: If the layer number is traced and the cache is not stacked.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -248,8 +236,7 @@ def read_kv(
       ValueError: If a ubatch of encoder sources is passed for a self-attention layer, or
         `visible_until` for a cross-attention layer.
       TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
-      TypeError: If `visible_until` is not of integers, or `causal` is not a static bool.
-      TypeError: If the layer number is not an integer, or is traced and the cache is not stacked.
+      TypeError: If `causal` is traced, or the layer number is traced and the cache is not stacked.
 
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:
@@ -279,8 +266,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     """Return the recurrent states before the first token of each row of a ubatch.
 
     Args:
-      cache: a cache to which the ubatch was applied. Read the states of a layer before you write
-        them.
+      cache: a cache to which the ubatch was applied. Read states of a layer before you write them.
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the tokens to compute, one row for each sequence.
 
@@ -294,8 +280,8 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       ValueError: If the ubatch is for another `TableSpec`, even if the cache has no states.
       ValueError: If the ubatch has encoder sources.
       ValueError: If no layer has the number, the layer has no states, or the buffers were donated.
-      TypeError: If the ubatch or the layer number has the wrong type, or if the cache has no states
-        and is not hybrid.
+      TypeError: If a plan is passed as the ubatch, or the layer number is traced.
+      TypeError: If the cache has no states and is not hybrid.
 
     Examples:
       >>> spec = CacheSpec.recurrent(layers=2, states={"x": ((3,), jnp.bfloat16)})
@@ -331,14 +317,9 @@ def write_states(
         states how many tokens of the row precede the state. If the number is 0, the state is not
         written. If E is 0, an array `[R, ...]` is accepted too.
 
-    Returns:
-      The cache with the states written.
-
     Raises:
       ValueError: If state names or shapes differ from the spec.
-      TypeError: If `states` is not a mapping, or a state is not an array.
-      TypeError: If floats are passed for a state of integers, or complex numbers for a state of
-        floats.
+      TypeError: If floats are passed for an integer state, or complex numbers for a float state.
       ValueError, TypeError: If `read_states` would raise for the same cache, layer and ubatch.
 
     Examples:

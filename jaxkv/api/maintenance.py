@@ -33,12 +33,7 @@ def init_update(cache: Cache) -> MaintenancePlan:
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
-      `[]` int32 is the number of keys to rotate in all streams, and a plan with 0 keys costs
-      nothing to apply. For attention, `shift` `[S, N]` int32 is the shift of each key.
-
-    Raises:
-      TypeError: If `cache` is not a `Cache` of arrays, for example if `cache` is the pair that
-        `seq_add` returned.
+      `[]` int32 is the number of keys to rotate in all streams.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -60,26 +55,19 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     """Plan the moves that bring all used cells to the front of their stream.
 
     Used cells at the end of a stream move into the gaps, so the order of the used cells may change.
-    With striped placement, used cells move to the cells that the placement fills first. With tiled
-    placement, whole tiles are moved; free cells in a moved tile stay free. States are not moved.
+    With tiled placement, whole tiles are moved. States are not moved.
 
     Args:
       cache: any cache.
       max_moves: largest number of runs of neighbouring cells to move in each stream; None means no
-        limit. With tiled placement, all runs of the last moved tile are moved, even if this exceeds
-        the limit. The final order of cells, after repeated plans, is the same for every
-        `max_moves`.
+        limit. With tiled placement, all runs of the last tile are moved, even above the limit.
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
-      `[]` int32 is the number of cells that this plan moves in all streams. For attention, the plan
-      has three arrays `[S, n]` int32. A stream has one entry for each run of cells to move, and n
-      is the largest possible number of runs. The first cell of a run is in `source`, and the new
-      index of this cell is in `destination`. The number of cells of a run is in `length`; unused
-      entries have the length 0.
+      `[]` int32 is the number of cells that this plan moves in all streams.
 
     Raises:
-      TypeError: If `max_moves` is traced or not an integer.
+      TypeError: If `max_moves` is traced.
       ValueError: If `max_moves` is below 1.
 
     Examples:
@@ -115,8 +103,7 @@ def compact(
       cache: any cache.
       batch: batch that must fit; None to run both the rotation and the defrag.
       ubatch_size: largest number of tokens in each ubatch of the batch, see `init_batch`.
-      max_moves: largest number of runs of cells to move in each stream, see `defrag_plan`; None
-        means no limit.
+      max_moves: see `defrag_plan`.
       donate: If True, a rotation or a defrag outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 
@@ -127,7 +114,7 @@ def compact(
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
       ValueError: If buffers that must change were donated.
-      TypeError: If `max_moves` is traced or not an integer, or `init_batch` raises TypeError.
+      TypeError: If `max_moves` is traced, or `init_batch` raises TypeError.
       ValueError: If `max_moves` is below 1, or `init_batch` raises ValueError.
 
     Examples:
@@ -182,7 +169,6 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
       later cache if `ok` is False.
 
     Raises:
-      TypeError: If `to` is not a table.
       ValueError: If the earlier table has another `TableSpec`, such as another number of cells.
       ValueError: If the earlier table was donated.
 
