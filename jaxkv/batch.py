@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 class Batch:
     """Tokens for `init_batch`, as a flat list `[B]` or as rows `[R, T]`; see `make_batch`.
 
-    If an argument of `make_batch` is a JAX array with one entry for each token, the field is a JAX
-    array. Other fields are NumPy arrays, unless an argument is traced.
-
     tokens: token ids; None if the batch has embeddings.
     embeddings: embedding of each token; None if the batch has token ids.
     sequences: sequence id of each token; the lowest id if a token has several ids.
@@ -63,7 +60,6 @@ class Batch:
         token stays valid, `init_batch` raises ValueError for the batch.
 
         Raises:
-          TypeError: If `fits` is not bool.
           ValueError: If a concrete sequence id of the batch has no entry in `fits`.
 
         Examples:
@@ -98,11 +94,11 @@ class Ubatch(Partitioned):
     positions: position of each token.
     row_stream: index of the stream of each row.
     row_sequence: sequence id of each row; 0 if a row may have tokens of several sequences.
-    slots: int32 `[R, T]`, the index of the cell of each token. Indices of
-      padding, and of all tokens of a refused plan, are past the last cell. No index is repeated.
-      For a recurrent cache, the slots are a `StateSlots`. For a hybrid cache, the slots are a tuple
-      with an entry for each part; the entry of a part that the ubatch does not use is None. In a
-      pytree of slots, int32 arrays are indices and uint32 arrays are hashes.
+    slots: index of the cell of each token. Indices of padding, and of all tokens of a refused plan,
+      are past the last cell. No index is repeated. For a recurrent cache, the slots are a
+      `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part; the entry
+      of a part that the ubatch does not use is None. In a pytree of slots, int32 arrays are indices
+      and uint32 arrays are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True for a token whose sequence has further tokens in a later ubatch of the plan.
@@ -110,8 +106,7 @@ class Ubatch(Partitioned):
       of this array, arbitrary tokens. `Plan.gather_outputs` removes the logits of padding, and
       returns the other logits in the order of the batch.
     output_index: index in the batch of each token in `outputs`; 2**31 - 1 for padding.
-    hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
-      cache. The ubatch becomes stale when the hash of one of its streams changes.
+    hash_before: hash of each stream when the slots were chosen; a tuple for a hybrid cache.
     hash_after: hash of each stream after the ubatch was applied.
     spec: static `TableSpec` of the cache that the ubatch was planned for.
     row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
@@ -144,8 +139,7 @@ class Ubatch(Partitioned):
         For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0
         means the state before the first token of the row; `write_states` does not write this state.
         The argument `count` is static. For states that are passed to `write_states`, `count` must
-        be E + 1. A `count` below 1 raises ValueError, and a `count` that is not an integer raises
-        TypeError.
+        be E + 1. A `count` below 1 raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)})
@@ -190,8 +184,7 @@ def make_batch(
         - If several sequences share a token, a list of ids in place of the token's id. The ids of
           all tokens can also be one array `[B, n]` or `[R, T, n]`, padded with -1. Sequences that
           share a token must have the same earlier tokens. Otherwise the plan is refused, with
-          `Reason.DIVERGED` for each sequence whose earlier tokens differ from those of the lowest
-          id. Recurrent caches accept no shared tokens.
+          `Reason.DIVERGED`. Recurrent caches accept no shared tokens.
 
       positions: int32 position of each token, in the shape of the batch, `[B]` or `[R, T]`; by
         default, the next positions of each sequence.
@@ -214,9 +207,6 @@ def make_batch(
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.
-      TypeError: If tokens, sequence ids or positions are not integers, `outputs` is not bool, or
-        `valid` has entries other than bools, 0 and 1.
-      TypeError: If `extra` is not a mapping of names to arrays of numbers.
 
     Examples:
       Two prompts of different lengths, for sequences 0 and 1:
@@ -228,11 +218,6 @@ def make_batch(
       Two sequences share a prompt, which is stored once; each sequence has one more token:
 
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
-      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
-      >>> cache = make_cache(spec, cells=5, sequences=2)
-      >>> print(show(apply(cache, init_batch(cache, batch))))
-      owner    + + 0 1 .
-      position 0 1 2 2 .
 
     llama.cpp: `llama_batch`.
     """
@@ -363,10 +348,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Convert a list that contains lists of ids to an array padded with -1.
-
-    Other arguments are returned unchanged.
-    """
+    """Convert a list that contains lists of ids to an array padded with -1."""
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -398,8 +380,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
     """Return the lowest id of each set of ids, and an array of the other ids.
 
-    The argument `sets` has the shape `[..., n]`. If each set has one id, None is returned in place
-    of the second array.
+    If each set has one id, None is returned in place of the second array.
     """
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
@@ -454,8 +435,7 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
 def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
     """Return a ubatch in which rows of other devices are padding.
 
-    The streams are split along the mesh axes `axes`, `count` streams for each device. Must be
-    called in a function that runs on shards.
+    Must be called in a function that runs on shards, with `count` streams for each device.
     """
     if not axes:
         return ubatch

@@ -43,8 +43,7 @@ class Cache(Partitioned):
     buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
       hybrid cache, a tuple of the buffers of the parts.
     written: while tracing, the last ubatch whose keys were written, and the numbers of the layers
-      to which they were written. A second write of the ubatch to one of these layers raises a
-      ValueError. The pytree omits this field.
+      to which they were written. The pytree omits this field.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -94,7 +93,6 @@ class Cache(Partitioned):
 
         Raises:
           ValueError: If a concrete id is not from 0 to Q - 1.
-          TypeError: If an id is not an integer.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -147,7 +145,6 @@ class Cache(Partitioned):
 
         Raises:
           ValueError: If an argument is a list, or a concrete id is not from 0 to Q - 1.
-          TypeError: If an argument is not an integer.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -162,14 +159,8 @@ class Cache(Partitioned):
         """Return whether positions would stay unique in every sequence after `seq_add`.
 
         `seq_add` shifts a shared cell for all owners, so two tokens of an owner may get equal
-        positions. The result is also False if a position would reach 2**31 - 1. The arguments are
-        those of `seq_add`.
-
-        Raises:
-          TypeError: If an id, a bound or `delta` is not an integer.
-          ValueError: If attention layers were made without the argument `rope`.
-          ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
-          ValueError: If an argument is a list, or a concrete `abs(delta)` exceeds 2**31 - 1.
+        positions. The result is also False if a position would reach 2**31 - 1. The arguments and
+        the errors are those of `seq_add`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)

@@ -40,8 +40,7 @@ class CacheSpec:
     window: `Window` of all layers; None for no limit.
     rope: rotation of the keys that models pass to `attend`; a `NotGiven` if no rope was given.
     states: name, shape and dtype of each state, ordered by name.
-    shard_dims: a tuple (name, dimension, n) for each state that a mesh may split; the dimension
-      consists of n equal blocks.
+    shard_dims: a tuple (name, dimension, n) for each state that a mesh may split.
     parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
@@ -83,7 +82,6 @@ class CacheSpec:
             `seq_add`, `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
 
         Raises:
-          TypeError: If a count is not an integer, or a window or a rope has the wrong type.
           ValueError: If a count is below 1 or above 2**31 - 1.
           ValueError: If a list does not have L entries, or a rope or slice is invalid for the keys.
 
@@ -130,14 +128,10 @@ class CacheSpec:
         """Return the spec of recurrent layers.
 
         A batch always fits, since the cache has cells for E + 1 states of each sequence. E is the
-        argument `max_rollback` of `make_cache`. After a `seq_cp` within a stream, the source and
-        the target share states; a shared state is never overwritten. `seq_pos_min` returns the
-        position of the sequence's oldest stored state. For edits of states, see `seq_rm`, `seq_cp`,
-        `seq_add` and `seq_div`.
-
-        A cache can serve as a checkpoint until its buffers are donated. An edited cache has the
-        same buffers as the cache before the edit, so a donation invalidates both caches. To keep a
-        state while steps donate buffers, copy the sequence to an unused sequence with `seq_cp`.
+        argument `max_rollback` of `make_cache`. `seq_pos_min` returns the position of the
+        sequence's oldest stored state. For edits of states, see `seq_rm`, `seq_cp`, `seq_add` and
+        `seq_div`. To keep a state while steps donate buffers, copy the sequence to an unused
+        sequence with `seq_cp`.
 
         Args:
           layers: L, the number of layers.
@@ -147,29 +141,16 @@ class CacheSpec:
             split. The dimension consists of n equal blocks, for example of n heads.
 
         Raises:
-          TypeError: If a count is not an integer, or `states` has the wrong type.
           ValueError: If there are no states, or a count is out of range.
           ValueError: If `shard_dims` contains an unknown state, a dimension that the state does not
             have, or a number n that does not divide the size of the dimension.
 
         Examples:
-          A model that halves a state of two numbers at each token and then adds the token:
+          The last two tokens of the sequence can be removed:
 
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((2,), jnp.float32)})
           >>> cache = make_cache(spec, max_rollback=2)
-          >>> def model(cache, ubatch):
-          ...     after = [read_states(cache, 0, ubatch)["x"]]
-          ...     for t in range(ubatch.tokens.shape[1]):
-          ...         x = after[-1] / 2 + ubatch.tokens[:, t, None]
-          ...         after.append(jnp.where(ubatch.valid[:, t, None], x, after[-1]))
-          ...     last = ubatch.state_write_steps(cache.num_rollback_states(0) + 1)
-          ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
-          ...     return write_states(cache, 0, ubatch, {"x": x})
-          >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))
-          >>> cache = model(apply(cache, plan), plan.ubatch)
-
-          The last two tokens of the sequence can be removed:
-
+          >>> cache = apply(cache, init_batch(cache, make_batch([8, 4, 2, 1])))
           >>> [seq_rm(cache, 0, p0).ok.item() for p0 in (0, 1, 2, 3, 4)]
           [True, False, True, True, True]
 
@@ -204,11 +185,8 @@ class CacheSpec:
         sequence then attends to the whole source of the sequence, regardless of positions. Without
         a source, the output is zero.
 
-        If `seq_cp` or `seq_select` copies a sequence to a target, the encoder source of the copied
-        sequence replaces that of the target. If the range of `seq_cp` is empty, the target keeps
-        its source. After a copy within a stream, both sequences share one encoder source. `seq_rm`
-        removes a source only if the range starts at position 0 and has no end. Shifts,
-        `seq_pos_min` and `seq_pos_max` ignore sources.
+        For edits of encoder sources, see `seq_rm` and `seq_cp`. Shifts, `seq_pos_min` and
+        `seq_pos_max` ignore sources.
 
         Args:
           layers: L, the number of cross-attention layers.
@@ -217,7 +195,6 @@ class CacheSpec:
           value_dim: Dv, the size of a value; one number, or one for each layer; default D.
 
         Raises:
-          TypeError: If a count is not an integer, or `value_dim` is a slice.
           ValueError: If a count is out of range, or a list of sizes does not have L entries.
 
         Examples:
@@ -255,7 +232,6 @@ class CacheSpec:
             of the spec. A model layer with both attention and recurrence is in two parts.
 
         Raises:
-          TypeError: If an argument is not a pair of a spec and layer numbers.
           ValueError: If there are no parts, or a part does not have one distinct number per layer.
           ValueError: If two parts with keys, or two parts with states, contain the same layer.
           ValueError: If there are several `cross_attention` parts, if all parts are

@@ -1,7 +1,4 @@
-"""Hybrid cache: several caches (parts) of the same sequences; each part serves some layers.
-
-If a batch, an edit or a ubatch is not possible in one part, no part changes.
-"""
+"""Hybrid cache: several caches (parts) of the same sequences; each part serves some layers."""
 
 from __future__ import annotations
 
@@ -68,11 +65,7 @@ def _combine_parts_and_buffers(
 def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the edited table and True if `ok` is True in all parts, else the old table and False.
-
-    The old table and False are also returned if the edit makes `missing` of a sequence True, see
-    `HybridTable.sequence_status`.
-    """
+    """Return the edited table and True, or the old table and False if the edit is refused."""
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
     present = jnp.ones(table.spec.sequences, bool)
@@ -84,10 +77,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether a copy is possible in all parts, and the last position of each target.
-
-    The copy is impossible if the last position of a target would differ between parts.
-    """
+    """Return whether a copy is possible in all parts, and the last position of each target."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -125,9 +115,7 @@ def _make_parts_query(
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
     """Return a method that calls `method` of the part with the keys or states of a layer.
 
-    If `verb` is "attend", this is the part with the keys of the layer. If `verb` is "states", it is
-    the part with the states of the layer. If `writes` is True, the first two results of `method`
-    are the next table and buffers of the part.
+    If `writes` is True, the first two results of `method` are the next table and buffers.
     """
 
     def call(
@@ -191,7 +179,6 @@ class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
     layers: For each part, a tuple of the numbers that its layers have in the model. Static.
-    sharding_rules: Static mesh axes that split the cache; equal in all parts.
     """
 
     parts: tuple[CacheTable, ...]
@@ -310,18 +297,12 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
     ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-        """Compare the hashes that one part stores for last tokens with `contents`.
-
-        The part is the first attention part, or else the first part in which plans store tokens.
-        """
+        """Compare the hashes that one part stores for last tokens with `contents`."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Combine the status of all parts.
-
-        `missing` is also True if the last positions of a sequence differ between parts.
-        """
+        """Combine the status of all parts; `missing` is also True if last positions differ."""
         found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
@@ -415,10 +396,7 @@ class _EncoderHybridTable(HybridTable):
 
 
 def compose_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
-    """Combine pairs of a cache and its layer numbers into a hybrid cache (see `CacheSpec.hybrid`).
-
-    The parts must have equal numbers of sequences and streams.
-    """
+    """Combine pairs of a cache and its layer numbers into a hybrid cache."""
     whole = CacheSpec.hybrid(*((cache.spec, numbers) for cache, numbers in parts))
     caches, layers = (
         tuple(cache for cache, _ in parts),

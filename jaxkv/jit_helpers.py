@@ -26,9 +26,7 @@ R = TypeVar("R")
 def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a function of tables; `options` are keyword arguments of `jax.jit`.
 
-    On a mesh, output tables and the rows of output ubatches are split by stream; other outputs are
-    replicated. The compiled function raises ValueError if an argument was donated, or if a table
-    belongs to a batch of caches.
+    On a mesh, output tables and rows of output ubatches are split by stream; others are replicated.
     """
 
     @partial(jax.jit, **options)
@@ -80,13 +78,7 @@ def check_not_batched(*tables: CacheTable) -> None:
 
 
 def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
-    """Raise TypeError for shapes without values, ValueError for a donated or batched cache.
-
-    >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-    >>> check_concrete_cache(jax.tree.map(lambda x: x[None], cache.table))
-    Traceback (most recent call last):
-    ValueError: expected one cache, got a batch of them; go over it with jax.vmap, or ...
-    """
+    """Raise TypeError for shapes without values, ValueError for a donated or batched cache."""
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves((table, buffers))):
         raise TypeError("expected a cache with values, got the shapes of one; make it first")
     check_not_donated(table, buffers)

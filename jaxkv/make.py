@@ -57,15 +57,12 @@ def make_cache(
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
-        the cost of attention for a sequence does not depend on other sequences. With 1 < S < Q,
-        such as one stream for each device, a copy between streams may be refused (`seq_cp`).
+        the cost of attention for a sequence does not depend on other sequences.
       dtype: dtype of keys and values: a floating dtype or int8. Recurrent states have the dtypes of
-        the spec. Keys and values of 8 bits are quantised: in each cell, up to 128 numbers of a head
-        share a float32 scale. For D = 64, quantised keys take 0.27 times the bytes of float32 keys.
-        Gradients with respect to quantised keys and values are zero; train with another dtype.
-      ubatch_size: with a window, the largest number of tokens in a ubatch. The default N is
-        computed from this number. With the default N, `init_batch` raises ValueError for a larger
-        ubatch.
+        the spec. Keys and values of 8 bits are quantised. Gradients with respect to quantised keys
+        and values are zero; train with another dtype.
+      ubatch_size: with a window, the largest number of tokens in a ubatch. With the default N,
+        `init_batch` raises ValueError for a larger ubatch.
       max_rollback: with a window, a number of tokens; default 32. If N is the default, the last
         `max_rollback` tokens of a sequence can always be removed. If `max_rollback` equals `cells`,
         N is not reduced. Any number of last tokens can then be removed until a ubatch evicts cells
@@ -78,23 +75,19 @@ def make_cache(
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells; without such a run, a plan is refused.
         - "striped:n" divides a stream into n runs of N / n cells, and takes cells from one run
-          after the other, up to 64 at a time. If n devices split the cells, tokens are spread
-          evenly.
+          after the other, up to 64 at a time.
         - "tiled" gives a sequence whole empty tiles of at most 64 cells. If no tile is empty, the
-          sequence gets any free cells. On a CPU, a decode step of many sequences in one stream
-          takes less time, but its compilation takes more time. N must be a multiple of 64, or below
-          256.
+          sequence gets any free cells. N must be a multiple of 64, or below 256.
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
         values. All layers must have equal sizes. `attend`, `write_kv` and `read_kv` then accept a
-        traced int32 layer number. The cache can thus be the carry of a `jax.lax.scan` over layers,
-        and only one layer is compiled. Calls with a number out of range write nothing and return
-        NaN.
+        traced int32 layer number. Calls with a number out of range write nothing and return NaN. A
+        write copies all layers in three cases: outside of `jit`; on a CPU with bfloat16 or float8
+        before jax 0.12; on a TPU with rows of fewer than 128 numbers.
       lanes: the size of a stored row is a multiple of this number, without effect on the results of
         functions. Small heads share a row, unless the dtype has 8 bits or values are slices of the
-        keys. The rest of a row is zeros. With 1, each head has a row without padding. The default
-        on a TPU is 128, since a TPU writes rows of other sizes slowly. The default is 1 on other
-        platforms; on a TPU it is also 1 if there are several devices but no `mesh`.
+        keys. With 1, each head has a row without padding. The default on a TPU is 128. The default
+        is 1 on other platforms; on a TPU it is also 1 if there are several devices but no `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes that split the cache; default `sharding.ShardingRules()`.
@@ -104,17 +97,7 @@ def make_cache(
       rows of n heads, `[S, K / n, N, row size]`. A recurrent layer has states
       `[S, Q / S * (E + 1), ...]`.
 
-    Stacked caches have these costs (see also `docs/performance.md`):
-
-    - A write copies all layers in three cases: outside of `jit`; on a CPU with bfloat16 or float8
-      before jax 0.12; on a TPU with rows of fewer than 128 numbers.
-    - For each layer, a gradient with respect to the buffers copies or adds an array of the size of
-      all layers.
-    - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy the layer.
-
     Raises:
-      TypeError: If `spec` is not a `CacheSpec`, a count is not an integer, or `dtype` is invalid.
-      TypeError: If the mesh is not a mesh, or `sharding_rules` are not `ShardingRules` of names.
       ValueError: If S does not divide Q, or a count is not from 1 (`max_rollback`: 0) to 2**31 - 1.
       ValueError: If attention layers without a window have no `cells`.
       ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
@@ -132,9 +115,6 @@ def make_cache(
       >>> cache = make_cache(spec, cells=512, sequences=8)
       >>> cache.buffers.k[0].shape, cache.nbytes
       ((1, 3, 512, 64), 1583152)
-      >>> small = make_cache(spec, cells=512, sequences=8, dtype="int8")
-      >>> small.buffers.k[0].codes.shape, small.buffers.k[0].scales.shape, small.nbytes
-      ((1, 3, 512, 64), (1, 3, 512, 1), 428080)
 
     llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa` and
     `llama_memory_hybrid`, with the parameters `n_ctx`, `n_seq_max`, `kv_unified` (one stream),

@@ -72,13 +72,8 @@ class Rope:
 
         Sines and products are float32. Angles are exact to 1e-6 radians at every position.
 
-        Args:
-          x: queries or keys of H heads (any number) with D numbers each.
-          positions: position of each token.
-
         Raises:
           ValueError: If shapes do not match, or a head has fewer numbers than the rope rotates.
-          TypeError: If `x` is not floating, or positions are not integers.
 
         Examples:
           >>> quarter = Rope(frequencies=(math.pi / 2,))  # a quarter turn per position
@@ -191,8 +186,7 @@ class Rope:
             frequency is unchanged.
           beta_slow: if a pair turns fewer than `beta_slow` times within the original context, its
             frequency is divided by `factor`. Frequencies between the limits are interpolated.
-          attention_factor: number by which rotated queries and keys are multiplied. None means
-            0.1 ln(`factor`) + 1 if `factor` is above 1, else 1.
+          attention_factor: see `Rope`. None means 0.1 ln(`factor`) + 1, or 1 for factors up to 1.
           truncate: `beta_fast` and `beta_slow` are converted to indices of pairs. If True, the
             index of `beta_fast` is rounded down, and the index of `beta_slow` up. Pass False for
             gpt-oss.
@@ -204,8 +198,6 @@ class Rope:
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
         >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
         [1.0, 4.0]
-        >>> round(slowed.attention_factor, 4)
-        1.1386
 
         llama.cpp: `LLAMA_ROPE_SCALING_TYPE_YARN`.
         """
@@ -270,9 +262,8 @@ def _angles(
     """Return the angle of each pair in float32, with full turns removed.
 
     A float32 product of position and frequency has an error of position * 2**-24. Each frequency is
-    therefore converted to an integer of 64 bits, in units of 2**-64 turns. The upper 32 bits of the
-    integer are multiplied by the position in int32. If this product overflows, only full turns are
-    lost.
+    therefore converted to an integer of 64 bits, in units of 2**-64 turns. The upper 32 bits are
+    multiplied by the position in int32. If this product overflows, only full turns are lost.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

@@ -80,10 +80,7 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return whether `ids[i]` and `others[i]` are in the same stream for all i.
-
-    If S is above 1 and an id is traced, the result is False.
-    """
+    """Return whether `ids[i]` and `others[i]` are known to be in the same stream for all i."""
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
@@ -119,12 +116,7 @@ def mask_unchanged_targets(
 
 
 def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:
-    """Check the numbers of sequences and streams, and return both by name.
-
-    >>> check_sequences_and_streams(6, 4)
-    Traceback (most recent call last):
-    ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4; ...
-    """
+    """Check the numbers of sequences and streams, and return both by name."""
     sequences = check_count(sequences, "sequences")
     streams = check_count(streams, "streams")
     if sequences % streams:

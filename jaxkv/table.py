@@ -1,7 +1,4 @@
-"""`CacheTable`: the methods of a table that are called by edits, plans and loops.
-
-Subclasses: `CellTable`, `CrossAttentionTable` (encoder sources), `StateTable` and `HybridTable`.
-"""
+"""`CacheTable`: the methods of a table that are called by edits, plans and loops."""
 
 from __future__ import annotations
 
@@ -59,13 +56,7 @@ class Admission(NamedTuple):
 
 
 class KVView(NamedTuple):
-    """Keys and values of a layer for P lists of T tokens; `read_kv` explains the lists.
-
-    k: Keys of all cells of each list's stream, in the dtype of the buffers; float32 if quantised.
-    v: Values of all cells of each list's stream, in the same dtype as the keys.
-    mask: True if a token attends to a cell.
-    positions: Position of each cell; -1 if the cell is empty.
-    """
+    """Keys, values, mask and positions of a layer, for P lists of T tokens; see `read_kv`."""
 
     k: Float[Array, "P K N D"]
     v: Float[Array, "P K N Dv"]
@@ -74,10 +65,7 @@ class KVView(NamedTuple):
 
 
 class MaintenancePlan(Partitioned):
-    """Plan of an update or a defrag: changes to a table and its buffers.
-
-    spec: Static spec of the table for which the plan was made.
-    """
+    """Plan of an update or a defrag: changes to a table and its buffers."""
 
     spec: TableSpec
 
@@ -220,8 +208,7 @@ class CacheTable(Partitioned):
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the same cells as another sequence.
 
-        Sequence q is compared with the sequence at index `partner[q]` of the same stream. Recurrent
-        tables raise.
+        Sequence q is compared with the sequence at index `partner[q]` of the same stream.
         """
         del partner
         raise TypeError(

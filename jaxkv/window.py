@@ -23,7 +23,7 @@ class Window:
     width: W, at least 1. Its meaning depends on the rule: see `sliding`, `chunked`, `symmetric`.
     rule: "sliding", "chunked" or "symmetric".
 
-    A width below 1 raises ValueError; a width that is not an integer raises TypeError.
+    A width below 1 raises ValueError.
     """
 
     width: int
@@ -88,19 +88,12 @@ def num_cells_for_window(
     """Return the number of cells that a stream needs for sequences of unlimited length.
 
     The argument `sharing` is the number of sequences in the stream.
-
-    >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
-    1216
     """
     return (window.width + ubatch_size + max_rollback) * sharing
 
 
 def max_lookback(window: Window) -> int:
-    """Return the largest distance to an earlier position that a token attends to.
-
-    >>> [max_lookback(x) for x in (Window.sliding(4), Window.chunked(4), Window.symmetric(4))]
-    [3, 3, 2]
-    """
+    """Return the largest distance to an earlier position that a token attends to."""
     return window.width // 2 if window.rule == "symmetric" else window.width - 1
 
 
@@ -108,9 +101,6 @@ def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Arr
     """Return the lowest position to which the token at `position` attends.
 
     The result is never lower for a higher `position`.
-
-    >>> [first_seen(x, jnp.int32(6)).item() for x in (None, Window.sliding(3), Window.chunked(4))]
-    [0, 4, 4]
     """
     if window is None:
         return jnp.zeros_like(position)
@@ -126,15 +116,7 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position to which the token at `position` attends.
-
-    If `visible_until` is given, `causal` is ignored.
-
-    >>> last_seen(Window.symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
-    8
-    >>> last_seen(Window.sliding(4), jnp.int32(6), causal=False).item()
-    2147483647
-    """
+    """Return the highest position to which the token at `position` attends."""
     if visible_until is not None:
         return jnp.minimum(visible_until, last_seen(window, position, causal=False))
     if causal:
