@@ -111,10 +111,12 @@ def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
 
     import jaxkv
 
-    for name in jaxkv.__all__:
-        value = getattr(jaxkv, name)
-        # `pytest jaxkv/generation/decode.py` sets `jaxkv.generation.decode` to the module.
-        doctest_namespace[name] = getattr(value, name, value)
+    for part in (jaxkv.generation, jaxkv):
+        for name in part.__all__:
+            value = getattr(part, name)
+            # `pytest jaxkv/generation/decode.py` sets `jaxkv.generation.decode` to the module.
+            setattr(part, name, getattr(value, name, value))
+    doctest_namespace.update({name: getattr(jaxkv, name) for name in jaxkv.__all__})
     doctest_namespace.update(jax=jax, jnp=jax.numpy, np=numpy, math=math)
 
 

@@ -93,7 +93,11 @@ def num_cells_for_window(
 
 
 def max_lookback(window: Window) -> int:
-    """Return the largest distance to an earlier position that a token attends to."""
+    """Return the largest distance to an earlier position that a token attends to.
+
+    >>> [max_lookback(x) for x in (Window.sliding(4), Window.chunked(4), Window.symmetric(4))]
+    [3, 3, 2]
+    """
     return window.width // 2 if window.rule == "symmetric" else window.width - 1
 
 
@@ -101,6 +105,9 @@ def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Arr
     """Return the lowest position to which the token at `position` attends.
 
     The result is never lower for a higher `position`.
+
+    >>> [first_seen(x, jnp.int32(6)).item() for x in (None, Window.sliding(3), Window.chunked(4))]
+    [0, 4, 4]
     """
     if window is None:
         return jnp.zeros_like(position)
@@ -116,7 +123,13 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position to which the token at `position` attends."""
+    """Return the highest position to which the token at `position` attends.
+
+    If `visible_until` is given, `causal` is ignored.
+
+    >>> last_seen(Window.symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
+    8
+    """
     if visible_until is not None:
         return jnp.minimum(visible_until, last_seen(window, position, causal=False))
     if causal:

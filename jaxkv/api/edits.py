@@ -65,7 +65,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       ValueError: If a concrete id is not from -1 to Q - 1, or a concrete bound is below -1.
 
     Examples:
-      Remove the tokens at positions 1 and 2:
+      Remove the tokens at positions 1 and 2. Then remove the last token:
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=2)
@@ -74,6 +74,8 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       >>> print(show(cache))
       owner    0 . . 0 . .
       position 0 . . 3 . .
+      >>> seq_rm(cache, 0, cache.seq_pos_max(0)).cache.seq_pos_max(0).item()
+      0
 
     llama.cpp: `llama_memory_seq_rm`.
     """
@@ -104,7 +106,8 @@ def seq_cp(
     Within a stream, the copy shares the cells of the range and copies no buffer. A target in the
     stream of `src` keeps its own tokens, even at positions in the range. To avoid two tokens at one
     position, first remove the range from the target (`seq_rm`). A copy to another stream copies
-    keys and values, and replaces all old tokens of the target.
+    keys and values, and replaces all old tokens of the target. Targets in the same other stream
+    share the cells of one copy.
 
     Recurrent states of a target are replaced if `src` has tokens in the range, or if the target is
     in another stream. The encoder source of a target is replaced unless the range is empty.
@@ -135,6 +138,13 @@ def seq_cp(
       >>> cache, ok = seq_cp(cache, 0, [1, 2], 0, 2)
       >>> cache.seq_pos_max([0, 1, 2]).tolist(), cache.num_used_cells().item()
       ([2, 1, 1], 3)
+
+      Sequences 2 and 3 are in another stream, in which one cell is free:
+
+      >>> cache = make_cache(spec, cells=3, sequences=4, streams=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
+      >>> seq_cp(cache, 0, 3).ok.item()
+      False
 
     llama.cpp: `llama_memory_seq_cp`.
     """
@@ -263,6 +273,9 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
       owner    0 . .  0  0 .
       position 0 . .  1  2 .
       shift    0 . . -2 -2 .
+      >>> updated = apply(cache, init_update(cache))
+      >>> [init_batch(x, make_batch([6])).ok.item() for x in (cache, updated)]
+      [False, True]
 
     llama.cpp: `llama_memory_seq_add`.
     """

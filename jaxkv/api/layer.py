@@ -108,7 +108,7 @@ def attend(
       TypeError: If a bias does not return floats, or closes over traced values.
 
     Examples:
-      The second token attends to both tokens:
+      The second token attends to both tokens; the output of a ubatch that was not applied is NaN:
 
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
@@ -116,6 +116,8 @@ def attend(
       >>> after, out = attend(apply(cache, ubatch), 0, ubatch, q, q, v)
       >>> out[0, :, 0, 0], after.buffers.v[0][0, 0, :, 0]
       (Array([2., 3.], dtype=float32), Array([2., 4., 0., 0.], dtype=float32))
+      >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
+      Array([nan, nan], dtype=float32)
 
       A bias that falls by log 3 for each position of distance:
 

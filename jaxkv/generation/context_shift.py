@@ -94,7 +94,9 @@ def self_extend(
 
     The first `width` ungrouped tokens are divided into groups of `group` tokens. Each group moves
     to one position, and later tokens get lower positions. The call repeats these steps while at
-    least `width` tokens are ungrouped. Keys are rotated, not recomputed. No cell becomes free.
+    least `width` tokens are ungrouped. After the call, distances from new tokens to grouped tokens
+    are approximate, and distances to ungrouped tokens are exact. Keys are rotated, not recomputed.
+    No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
     Since positions are not unique after a grouping, `can_seq_add` is False for each range of the

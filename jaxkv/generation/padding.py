@@ -24,7 +24,11 @@ X = TypeVar("X")
 def take_last_tokens(
     tokens: Int[Array | np.ndarray, "Z n"], length: int
 ) -> Int[Array | np.ndarray, "Z {length}"]:
-    """Return the last `length` tokens of each row, padded in front with -1."""
+    """Return the last `length` tokens of each row, padded in front with -1.
+
+    >>> [take_last_tokens(np.array([row]), 2).tolist() for row in ([1, 2, 3], [1])]
+    [[[2, 3]], [[-1, 1]]]
+    """
     recent = tokens[:, max(tokens.shape[1] - length, 0) :]
     xp = np if is_concrete(recent) else jnp
     return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)

@@ -35,7 +35,8 @@ class DecodeResult(NamedTuple):
       the cache yet. None in the result of `init_decode` with the argument `tokens`.
     logprobs: Log-probabilities of the tokens under the unadjusted logits; 0 after the end. If a
       logit of NaN or +inf ended the sequence, the first entry after its tokens is NaN.
-    num_model_steps: For each sequence, the number of model steps in which the sequence was active.
+    num_model_steps: For each sequence, the number of model steps in which the sequence was active,
+      including steps whose plan was refused.
     num_accepted: Number of accepted draft tokens, stop tokens included.
     """
 

@@ -49,7 +49,10 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell."""
+    """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell.
+
+    `is_incomplete[s, l]` is True if layer l lacks keys and values of new cells in stream s.
+    """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]

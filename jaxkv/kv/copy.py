@@ -74,7 +74,7 @@ def copy_between_streams(
 def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Copy a range of `src` to `dst` in the table."""
+    """Copy a range of `src` to `dst` in the table; return how many cells to copy in buffers."""
     does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 

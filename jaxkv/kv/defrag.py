@@ -42,6 +42,8 @@ class DefragPlan(MaintenancePlan):
     source: First cell of each run; the last run in fill order comes first.
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
+    free: Whether each cell was empty when the plan was made. If the set of empty cells has changed
+      when the plan is applied, the plan has no effect.
     """
 
     source: Int32[Array, "S M"]
@@ -66,7 +68,11 @@ class DefragPlan(MaintenancePlan):
 
 
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
-    """Plan all moves that close gaps, or the first `max_moves` moves in each stream."""
+    """Plan all moves that close gaps, or the first `max_moves` moves in each stream.
+
+    The rank of a cell is its index in fill order. If a stream has U used cells, used cells with a
+    rank of U or more move to empty cells with a rank below U.
+    """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
     if max_moves is None:

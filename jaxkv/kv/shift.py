@@ -56,7 +56,11 @@ CHUNK = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShiftPlan(MaintenancePlan):
-    """Plan of the rotation of all keys with a pending shift."""
+    """Plan of the rotation of all keys with a pending shift.
+
+    shift: Pending shifts of the table when the plan was made. The plan has no effect on a table
+      with other shifts.
+    """
 
     shift: Int32[Array, "S N"]
     spec: TableSpec = field(metadata={"static": True})
@@ -171,7 +175,7 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position below `stop` of each sequence."""
+    """Return each sequence's highest evicted position below `stop`, and whether it moves."""
     # An evicted cell may have been shared, so its position moves for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (

@@ -104,7 +104,10 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy the states of `src`, in cells `cell`, to those targets that are in other streams."""
+    """Copy the states of `src`, in cells `cell`, to those targets that are in other streams.
+
+    Returns the table, the buffers, and the cells of all targets.
+    """
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))

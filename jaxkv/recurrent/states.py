@@ -290,7 +290,11 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return the table `old` with the `cell_hash` and `layer_hash` of `states`."""
+    """Return the table `old` with the `cell_hash` and `layer_hash` of `states`.
+
+    The second result is True if these hashes are equal in `old` and `states` for all cells that
+    `old` uses.
+    """
     same = jnp.all(states.layer_hash == old.layer_hash, axis=0) & (
         states.cell_hash == old.cell_hash
     )

@@ -100,6 +100,13 @@ class Engine:
       0 [2, 3] STOP
       2 [1] LENGTH
       1 [0, 1, 2, 3] STOP
+      >>> engine.generate([request(prompt=[1], max_new_tokens=5)])[0].tokens.tolist()
+      [2, 3]
+      >>> engine.submit(request(prompt=[0], max_new_tokens=2))
+      4
+      >>> for request_id, tokens, reason in engine.stream():
+      ...     print(request_id, tokens, reason and reason.name)
+      4 [1, 2] LENGTH
     """
 
     def __init__(

@@ -63,12 +63,11 @@ class Scheduler:
         request = text.request
         length = text.max_cached_tokens if self.reserves else len(request.prompt)
         if not self._can_allocate({0: length}, self._prefixes.nothing)[0]:
-            limit = (
-                f" and a limit of {request.max_new_tokens} less the last" if self.reserves else ""
-            )
+            new = f", and all but the last of {request.max_new_tokens} new tokens"
             raise ValueError(
-                f"expected cells for {length} tokens, of a prompt of {len(request.prompt)}{limit}, "
-                f"got a cache of fewer; lower max_new_tokens, or make the cache larger"
+                f"expected cells for {length} tokens (a prompt of {len(request.prompt)}"
+                f"{new if self.reserves else ''}), got a cache of fewer cells; lower "
+                f"max_new_tokens, or make the cache larger"
             )
         self._waiting.append(text)
 

@@ -131,6 +131,9 @@ class PrefixStore:
           >>> cache, store, hit = store.fork(cache, [1, 2, 9], seq=1)
           >>> hit.length, hit.miss.name, cache.seq_pos_max(1).item(), cache.num_used_cells().item()
           (2, 'NONE', 1, 3)
+          >>> cache, store = store.evict(cache, cells=0)
+          >>> store.fork(cache, [1, 2, 9], seq=1).hit.miss.name
+          'EVICTED'
         """
         text, to = self._check_tokens(cache, tokens, seq)
         return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
@@ -144,9 +147,10 @@ class PrefixStore:
         prompts will diverge, such as the end of a common prefix.
 
         A prompt that is already stored is not stored again. The new prompt replaces a stored prompt
-        that is a prefix of the new prompt. If the store has no empty sequence, or exceeds its limit
-        of cells, the least recently used prompts are evicted. If the store has no sequence in the
-        stream of `seq`, the prompt is copied to another stream.
+        that is a prefix of the new prompt, unless the stored prompt can be resumed at a position at
+        which the new prompt cannot be resumed. If the store has no empty sequence, or exceeds its
+        limit of cells, the least recently used prompts are evicted. If the store has no sequence in
+        the stream of `seq`, the prompt is copied to another stream.
 
         Args:
           cache: The cache of the store.
