@@ -59,6 +59,16 @@ def test_seq_select_copies_of_one_and_of_three_states_get_separate_cells():
     assert twin.cache.num_used_cells() == 8
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+def test_seq_cp_into_a_full_stream_takes_the_cells_of_its_target(kept):
+    twin = edit_sequences.Twin("r", kept=kept, sequences=4, streams=2)
+    for seq in range(4):
+        assert twin.decode([seq] * (kept + 1))
+    twin.edit("seq_cp", 0, [2])
+    twin.compare()
+    assert twin.cache.num_used_cells() == 4 * (kept + 1)
+
+
 def test_shifts_drop_earlier_states_at_the_position_of_a_later_one():
     cache = told(kept=3, counts=(6,)).cache
     assert cache.table.position[0].tolist() == [2, 3, 4, 5]

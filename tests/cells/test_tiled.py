@@ -160,6 +160,19 @@ def test_plan_step_tiled_rows_of_one_stream_take_separate_tiles():
 
 
 @core
+def test_plan_step_tiled_with_window_takes_cells_that_no_next_token_sees():
+    spec = jaxkv.CacheSpec.attention(1, 1, 2, window=Window.sliding(4))
+    cache = jaxkv.make_cache(spec, cells=8, ubatch_size=1, max_rollback=0, placement="tiled")
+    step = jax.jit(
+        lambda cache, token: (plan := jaxkv.plan_step(cache, token), jaxkv.apply(cache, plan))
+    )
+    for token in range(20):
+        plan, cache = step(cache, jnp.array([token]))
+        assert plan.ok
+    assert {15, 16, 17, 18, 19} <= {*cache.table.position[0].tolist()}
+
+
+@core
 @pytest.mark.parametrize("sequences", [3, 40])
 def test_tiled_slots_in_random_pools_match_oracle(sequences):
     """Tiles are empty, of one sequence or of several; batches may exceed all of them."""
