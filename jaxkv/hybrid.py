@@ -342,7 +342,7 @@ class HybridTable(CacheTable):
         )
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
-        """Return `old` with hashes of `self`, and whether all parts of `old` can be restored."""
+        """Return `old` with hashes of `self`, and whether each part of `old` can be restored."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)

@@ -104,7 +104,7 @@ def max_lookback(window: Window) -> int:
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the lowest position to which the token at `position` attends.
 
-    The result is never lower for a higher `position`.
+    If `position` grows, the result does not fall.
 
     >>> [first_seen(x, jnp.int32(6)).item() for x in (None, Window.sliding(3), Window.chunked(4))]
     [0, 4, 4]

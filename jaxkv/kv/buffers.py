@@ -95,7 +95,7 @@ class Buffers:
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Return `of_layer(k, v)` for each layer; if stacked, the same result L times."""
+        """Return `of_layer(k, v)` for each layer; if stacked, the result of one call, L times."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     @property

@@ -1,4 +1,4 @@
-"""Eviction of cells outside of windows, and checks whether sequences can continue."""
+"""Eviction of cells outside of windows, and a test that sequences can continue after an edit."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def join_heads(x: A, heads_per_row: int, row_size: int) -> A:
 def split_rows(x: A, heads_per_row: int, head_dim: int) -> A:
     """Split rows into heads `[..., K, D]`; the inverse of `join_heads`.
 
-    Scales of 8-bit heads have no padding, and have fewer numbers than a head.
+    Rows of scales (of 8-bit heads) have no padding, and fewer numbers than `head_dim`.
     """
     x = x[..., : heads_per_row * head_dim]
     *rest, rows, size = x.shape

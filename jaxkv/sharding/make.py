@@ -1,4 +1,4 @@
-"""Shardings of a cache, construction on a mesh, and a check that processes agree."""
+"""Shardings of a cache, construction on a mesh, and a check that all processes agree."""
 
 from __future__ import annotations
 

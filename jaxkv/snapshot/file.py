@@ -231,7 +231,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _sync_to_disk(path: str) -> None:
-    """Set the default permissions of a new file, and flush the file to disk."""
+    """Give a file the permissions that new files have by default, and flush the file to disk."""
     mask = os.umask(0)
     os.umask(mask)
     os.chmod(path, 0o666 & ~mask)

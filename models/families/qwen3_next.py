@@ -30,7 +30,7 @@ class Config:
     """Configuration of Qwen3-Next; other fields are in `models.families.language_model`.
 
     attends: whether each of the L layers has attention; the other layers have a delta rule.
-    key_heads: number of key heads of a delta rule. A group of value heads shares each key head.
+    key_heads: number of key heads of a delta rule. Each key head serves a group of value heads.
     value_heads: number of value heads of a delta rule; each value head has a state.
     key_dim: size of a query and of a key of a delta rule.
     value_dim: size of a value of a delta rule.

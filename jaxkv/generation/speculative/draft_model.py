@@ -45,10 +45,10 @@ def draft_model(
 
     Returns:
       A drafter for `speculate`. If the cache of the draft model has too few free cells, the active
-      sequences continue without drafts. A sequence gets no draft if an edit or another prompt gives
-      it different lengths in the draft cache and the main cache. Repeat each edit of the main cache
-      in the draft cache (`drafter.cache`). With several branches, `drafter.guessed`
-      `[Z, k, num_draft_tokens]` int32 contains the last draft.
+      sequences continue without drafts. A sequence gets no draft if it has different lengths in the
+      draft cache and the main cache, for example after an edit of only one of them. Repeat each
+      edit of the main cache in the draft cache (`drafter.cache`). With several branches,
+      `drafter.guessed` `[Z, k, num_draft_tokens]` int32 contains the last draft.
 
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.

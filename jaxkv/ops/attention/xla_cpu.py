@@ -188,7 +188,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return whether the compiler converts cells to float32; if True, tiles are read singly."""
+    """Return True if the compiler would convert all cells to float32 in a product of all cells."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
     return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
