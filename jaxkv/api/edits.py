@@ -165,16 +165,17 @@ def seq_cp(
 def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
     """Replace each sequence by a copy of its parent, as in a step of beam search.
 
-    All copies are made from the input cache. If 1 < S < Q, a copy from another stream needs free
-    cells. Cells of replaced sequences count as free unless a parent or an unchanged sequence owns
-    them. If a stream has too few cells, `ok` `[]` bool is False, and the cache is unchanged.
+    All copies are made from the input cache. Sequence q is in stream q // (Q // S). If 1 < S < Q, a
+    copy from another stream needs free cells. Cells of replaced sequences count as free unless a
+    parent or an unchanged sequence owns them. If a stream has too few cells, `ok` `[]` bool is
+    False, and the cache is unchanged.
 
     Args:
       cache: any cache.
       parents: id of the parent of each sequence to replace. A sequence may be its own parent.
       sequences: distinct ids of the sequences to replace. If the id or the parent is traced and out
-        of range, the sequence is unchanged. If a traced id is repeated, the sequence is replaced by
-        a copy of the last of its parents that is another sequence.
+        of range, the sequence is unchanged and `ok` is True. If a traced id is repeated, the
+        sequence is replaced by a copy of the last of its parents that is another sequence.
       donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 

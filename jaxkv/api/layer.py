@@ -268,7 +268,8 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     """Return the recurrent states before the first token of each row of a ubatch.
 
     Args:
-      cache: a cache to which the ubatch was applied. Read states of a layer before you write them.
+      cache: a cache to which the ubatch was applied. Call `read_states` for a layer
+        before `write_states`.
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the tokens to compute, one row for each sequence.
 

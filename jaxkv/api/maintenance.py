@@ -109,7 +109,8 @@ def compact(
 
     Returns:
       The next cache, and the flag `ok` `[]` bool, which is True if the batch fits or no batch is
-      given. The next cache is rotated and compacted even if the batch does not fit.
+      given, even if `max_moves` leaves gaps. The next cache is rotated and compacted even if the
+      batch does not fit.
 
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.

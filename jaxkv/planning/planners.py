@@ -72,9 +72,11 @@ def init_batch(
 
     Returns:
       A `Plan`: the tuple `ubatches`, `ok` `[]` bool, `reason` `[Q]` int32 (a `Reason` for each
-      sequence), and `fits` `[Q]` bool. If the plan is refused, `ok` is False, `apply` has no
-      effect, and `plan.check()` raises a `PlanRefusedError`. `fits` is whether each sequence gets
-      cells if sequences are placed one after the other: fewest new tokens first, then lowest id.
+      sequence), and `fits` `[Q]` bool. Call `apply` with each of the `ubatches`, and run the model
+      after each; a plan of one ubatch can be passed as a whole. If the plan is refused, `ok` is
+      False, `apply` of its ubatches has no effect, and `plan.check()` raises a `PlanRefusedError`.
+      `fits` is whether each sequence gets cells if sequences are placed one after the other: fewest
+      new tokens first, then lowest id.
 
     Raises:
       TypeError: If `encoder` is True, and the cache has no cross-attention layers.
@@ -218,10 +220,11 @@ def plan_step(
       argument `tokens`, in the same order, so logits can be reshaped to `[Z, V]` or `[Z, n, V]`. If
       `ok` `[]` bool is False, the plan has no effect. The array `reason` `[Q]` int32 has a `Reason`
       for each sequence id of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. If the plan is
-      refused because of other sequences, a sequence that fits has OK.
+      refused because of other sequences, a sequence that fits has OK. If a traced id is invalid,
+      all sequences have UNKNOWN_SEQUENCE.
 
     Raises:
-      ValueError: If shapes differ, there is no token, or a concrete id is repeated or invalid.
+      ValueError: If shapes differ, `tokens` is empty, or a concrete id is repeated or invalid.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)

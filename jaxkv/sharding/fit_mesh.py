@@ -30,7 +30,8 @@ def fit_mesh(
     Args:
       cache: cache, or its shapes from `jax.eval_shape`.
       mesh: concrete or abstract mesh.
-      sharding_rules: names of the mesh axes that split the cache; one axis must split the heads.
+      sharding_rules: names of the mesh axes that split the cache. If no axis splits heads, nothing
+        changes.
       surplus: use of the remaining devices if there are more devices than heads. "cells": the cells
         of each head are split over n devices. `make_cache` then raises unless the number of cells
         is a multiple of n. The placement `striped:n` fills these devices evenly. "replicate": n

@@ -45,8 +45,8 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
 def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
     """Return the shapes of a cache on a mesh, with shardings, without allocating the cache.
 
-    To compile a step before the cache is made, lower the step with the shapes and with the ubatch
-    of `init_full(shapes)`, inside `with jax.set_mesh(mesh)`.
+    To compile a step before the cache is made, call `init_full(shapes)` and lower the step with the
+    shapes and the ubatch of this plan. Do both inside `with jax.set_mesh(mesh)`.
 
     Args:
       make: function without arguments that returns the cache; not jitted, with static sizes.
