@@ -184,15 +184,16 @@ def beam(
 
       - `tokens` `[k, n]` int32: the tokens of each hypothesis, with -1 after the end.
       - `scores` `[k]` float32: the score of each hypothesis, not normalised. If the search found
-        fewer than k hypotheses, the last entries are -inf; `tokens` is then -1, and `lengths` and
-        `num_cached` are 0.
+        fewer than k hypotheses, the last entries are -inf. At these indices, `tokens` is -1, and
+        `lengths` and `num_cached` are 0.
       - `lengths` `[k]` int32: the number of tokens of each hypothesis, including a stop token.
       - `num_cached` `[k]` int32: the number of tokens of each hypothesis that are in the cache.
       - `reason` `[]` int32: a `Reason`, such as OUT_OF_CELLS, or OK.
 
-      Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. Of a
-      finished hypothesis, the longest prefix is cached that it shares with the cached tokens of a
-      beam of the last step. To continue hypothesis i, compute its tokens from `num_cached[i]` on.
+      Beam sequence i contains the prompt and the first `num_cached[i]` tokens of hypothesis i. If
+      hypothesis i is finished, these tokens are the longest prefix that it shares with the cached
+      tokens of a beam of the last step. To continue hypothesis i, compute its tokens from
+      `num_cached[i]` on.
 
       If the tokens after this prefix cannot be removed from beam sequence i, the sequence is empty
       and `num_cached[i]` is -1. This happens if no recurrent state is stored at the end of the

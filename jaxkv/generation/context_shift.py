@@ -105,7 +105,7 @@ def self_extend(
     Args:
       cache: A cache without recurrent states.
       seq: Id of the sequence. After the call, its next token gets the new last position plus 1.
-      grouped: Number of grouped positions. Pass 0 in the first call of a sequence, and the field
+      grouped: Number of grouped positions. Pass 0 in the first call for a sequence, and the field
         `grouped` of the last result in each later call.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
@@ -113,8 +113,8 @@ def self_extend(
 
     Returns:
       The cache, `ok` `[]` bool and `grouped` `[]` int32. If fewer than `width` tokens are
-      ungrouped, nothing changes and `ok` is True. If `ok` is False, the cache is unchanged, for one
-      of these reasons:
+      ungrouped, nothing changes and `ok` is True. If `ok` is False, the cache is unchanged, and one
+      of these conditions is true:
 
       - Another sequence shares the cell of a token that would move.
       - Two tokens share a position that is not below the argument `grouped`. This happens if the

@@ -82,7 +82,7 @@ def decode(
 
       - `tokens` `[Z, num_tokens]` int32 are the tokens sampled in this call, a stop token included,
         with -1 after the end of a sequence. The method `lists()` omits the padding. The token that
-        `init_decode` sampled is in the result of `init_decode`.
+        `init_decode` sampled is not included.
       - `logprobs` `[Z, num_tokens]` float32 are the log-probabilities under the unadjusted logits.
       - `finish_reason` `[Z]` int32 is a `jaxkv.Reason` for each sequence. The reason is OK unless a
         refused plan, an edit, or a logit of NaN or +inf ended the sequence. `state.active` `[Z]` is

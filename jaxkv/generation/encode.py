@@ -40,7 +40,7 @@ def encode(
     Args:
       encoder: Function `(params, cache, ubatch) -> cache`. Pass the same function in every call, as
         for `prefill`. The ubatch contains all source tokens, and is already applied to the cache.
-        The function writes keys and values for each cross-attention layer with `write_kv`.
+        For each cross-attention layer, the function passes keys and values to `write_kv`.
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.

@@ -157,7 +157,8 @@ def make_sampler(
         at most 1). Probabilities are normalised over the tokens that `top_k` keeps.
       min_p: Keep each token whose probability is at least the highest probability multiplied by
         `min_p` (from 0 to 1).
-      repeat_penalty: Divisor of positive and factor of negative logits of recent tokens; above 0.
+      repeat_penalty: Number above 0. For recent tokens, positive logits are divided by the number,
+        and negative logits are multiplied by it.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
@@ -228,7 +229,7 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "Z V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "Z V"]:
-    """Return a mask of the highest logits, with a total weight of at least `min_weight`.
+    """Return a mask of the highest logits; the sum of their weights is at least `min_weight`.
 
     The mask has as few True values as possible, except that equal logits have equal mask values. If
     the sum of all weights is below `min_weight`, the mask is True everywhere.

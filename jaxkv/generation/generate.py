@@ -61,8 +61,8 @@ def generate(
 ) -> DecodeResult:
     """Generate tokens after prompts.
 
-    This function calls `prefill`, then `init_decode`, then `decode` (with a drafter, `speculate`).
-    Sequence `i * num_samples + j` is sample j of prompt i.
+    This function calls `prefill`, then `init_decode`, then `decode`. With a drafter, the function
+    calls `speculate` instead of `decode`. Sequence `i * num_samples + j` is sample j of prompt i.
 
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.

@@ -152,10 +152,10 @@ def warm_up(
 ) -> Cache:
     """Compile the programs of `prefill`; return the unchanged cache.
 
-    For one sequence, the model is compiled for ubatches of `ubatch_size` tokens, and of each power
-    of two below `ubatch_size`. Planning is compiled for prompts of up to `longest` tokens. A later
-    `prefill` of one prompt of up to `longest` tokens compiles nothing if only the last token of the
-    prompt is an output token. Other calls may compile small programs.
+    If `sequences` has one id, the model is compiled for ubatches of `ubatch_size` tokens, and of
+    each power of two below `ubatch_size`. Planning is compiled for prompts of up to `longest`
+    tokens. A later `prefill` of one prompt of up to `longest` tokens compiles nothing if only the
+    last token of the prompt is an output token. Other calls may compile small programs.
 
     To compile a loop such as `decode`, call the loop once with a state of ended sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.
@@ -166,7 +166,7 @@ def warm_up(
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       sequences: Sequence ids of a later batch. If later batches have more than 8 sequences, or
-        sequences of several streams, call `warm_up` once for each number of sequences.
+        sequences of several streams, call `warm_up` for each number of sequences in a batch.
       longest: Maximum length of prompts whose planning is compiled. The default is `ubatch_size`
         divided by the number of sequence ids. A lower value is raised to the default.
       donate: Value of `donate` in later calls of `prefill`. If False, this call copies the buffers,

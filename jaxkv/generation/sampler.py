@@ -43,9 +43,9 @@ class Sampler:
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " Z"]) -> PyTree:
-        """Return the sampler state after new tokens; -1 for sequences without a sampled token.
+        """Return the sampler state after new tokens; a token is -1 if none could be sampled.
 
-        Loops discard the new state of a sequence without a sampled token.
+        Loops discard the new state of an ended sequence, and of a sequence whose token is -1.
         """
         del tokens
         return state

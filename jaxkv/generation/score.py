@@ -239,7 +239,7 @@ def _update_last_logits(
 
 
 def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
-    """Return the index of the logits row of each token; 0 for a token without logits."""
+    """Return, for each token, the index of its output row in the logits; 0 if it has none."""
     row = jnp.zeros(tokens.size, jnp.int32)
     return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
 

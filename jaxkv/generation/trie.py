@@ -53,7 +53,7 @@ def trie_of_texts(
 ) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
     """Return the levels of a trie of Q texts, and the index of each token of each text.
 
-    The indices are those in the concatenated flat levels; -1 for padding.
+    The indices are into the flattened, concatenated levels; an index is -1 for padding.
 
     >>> levels, index = trie_of_texts([np.arange(24), np.arange(20)])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
