@@ -241,7 +241,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     owners. `seq_add` does not check whether positions stay unique. If `Cache.can_seq_add` returns
     False for the same arguments, two tokens of a sequence may get equal positions.
 
-    The flag `ok` is `[]` bool. If `ok` is False, the cache is unchanged, for one of these reasons:
+    In these cases, the flag `ok` `[]` bool is False, and the cache is unchanged:
 
     - A position would reach 2**31 - 1.
     - The next token of a sequence would attend to an evicted cell.
@@ -299,7 +299,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     recurrent layers, a division by more than 1 removes the states in the range, except the current
     state.
 
-    The flag `ok` is `[]` bool. If `ok` is False, the cache is unchanged, for one of these reasons:
+    In these cases, the flag `ok` `[]` bool is False, and the cache is unchanged:
 
     - A traced divisor is below 1, or a traced bound is below -1.
     - The next token of a sequence would attend to an evicted cell.
