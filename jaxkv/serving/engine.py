@@ -69,8 +69,8 @@ class Engine:
       constraint: Constraint, such as a grammar, for requests with a `constraint_state`.
       prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. The longest
         stored prefix of a prompt is not computed again. The tokens of ended requests and common
-        prefixes of prompts are stored. Before a request waits for cells, the least recently used
-        prompts of the store are evicted.
+        prefixes of prompts are stored. The least recently used prompts of the store are evicted
+        if a request needs their cells to start or to continue.
       prefix_store: An existing store, instead of `prefix_sequences`; for example a store with a
         limit of cells, or the store of an earlier engine.
 

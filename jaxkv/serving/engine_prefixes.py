@@ -81,7 +81,11 @@ class EnginePrefixes:
     def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
-        """Return the longest stored prefix for a request; None if the request must wait."""
+        """Return the longest stored prefix of the tokens of a request.
+
+        Return None if the request must wait until another request has computed a longer prefix that
+        both requests share.
+        """
         if self.store is None:
             return PrefixMatch(None, NOTHING)
         tokens = text.all_tokens()
@@ -128,7 +132,7 @@ class EnginePrefixes:
         )
 
     def store_finished_text(self, text: RequestState) -> None:
-        """Store the tokens of an ended request, and mark `text.source` as recently used."""
+        """Store the tokens of an ended request; mark its source prompt as recently used."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)

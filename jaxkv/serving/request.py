@@ -95,7 +95,7 @@ class RequestState:
     sequence: Sequence id of the request; -1 while the request waits.
     num_computed_tokens: Number of tokens that were forked from the store or computed in chunks.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
-    branch_points: Lengths of the prefixes to store, which other requests share.
+    branch_points: Lengths of prefixes to store; other requests or stored prompts share them.
     """
 
     id: int

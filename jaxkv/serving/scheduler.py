@@ -108,7 +108,7 @@ class Scheduler:
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
-        """Assign a free sequence, if possible without eviction; return whether a request fits."""
+        """Assign a free sequence, if necessary after evictions; return whether the request fits."""
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )
@@ -159,7 +159,7 @@ class Scheduler:
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have enough cells; `lengths` maps ids to numbers of tokens."""
+        """Return which streams have enough cells; `lengths`: number of tokens by sequence id."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

@@ -339,7 +339,7 @@ def _assign_cells(
     """Return the number of cells to fill in each stream, and the source and owners of each cell.
 
     A source is the index of a saved cell; n for unfilled cells. The first array also counts the
-    saved cells for which a stream is too small.
+    saved cells that do not fit in a stream.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}

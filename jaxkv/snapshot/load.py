@@ -100,10 +100,10 @@ def load(
 ) -> Cache:
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
-    A new cache has the sizes of the saved cache, and tokens in the saved cells. The new cache has
-    the default `lanes` of the platform. If the saved cache has the same `lanes`, the saved cache
-    and the new cache give bit-identical results. A ubatch that was planned for the saved cache is
-    stale for the new cache if a stream of the ubatch has saved tokens.
+    A new cache has the sizes of the saved cache, and each saved token is in the same cell. The new
+    cache has the default `lanes` of the platform. If the saved cache has the same `lanes`, the
+    saved cache and the new cache give bit-identical results. A ubatch that was planned for the
+    saved cache is stale for the new cache if a stream of the ubatch has saved tokens.
 
     If `into` is a cache, the saved sequences replace sequences of that cache. The saved and the
     existing cache may differ in numbers of cells, sequences and streams, and in placement. Free

@@ -70,7 +70,7 @@ class SequenceMap(NamedTuple):
 
 
 class Part(ABC, Generic[T, B, D]):
-    """Interface to save and restore a kind of cache, with table T, buffers B, description D."""
+    """Interface to save and restore a kind of cache (table T, buffers B, description D)."""
 
     @staticmethod
     @abstractmethod

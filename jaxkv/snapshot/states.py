@@ -65,7 +65,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def make_empty(description: StateDescription, entries: Entries) -> tuple[StateTable, Buffers]:
-        """Make an empty cache with the saved sizes and states."""
+        """Make an empty cache with the saved sizes, and states of the saved shapes."""
         sizes = {
             name: description[name] for name in ("layers", "sequences", "streams", "max_rollback")
         }

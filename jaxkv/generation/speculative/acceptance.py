@@ -128,11 +128,12 @@ def _find_first_accepted(
     drawn_from: Float[Array, "Z V"],
     keys: Key[Array, " Z"],
 ) -> tuple[Int32[Array, " Z"], Float[Array, "Z V"]]:
-    """Return the first accepted token of k branches (-1 if none), and logits of replacements.
+    """Return the first accepted token of k draft tokens, and logits of a replacement token.
 
-    After each rejection, the model probabilities p become max(p - q, 0), normalised. Then the
-    probability of the rejected token in the draft probabilities q becomes 0, and q is normalised,
-    since draft tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
+    The token is -1 if none is accepted. After each rejection, the model probabilities p become
+    max(p - q, 0), normalised. Then the probability of the rejected token in the draft
+    probabilities q becomes 0, and q is normalised, since draft tokens are drawn without
+    replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)

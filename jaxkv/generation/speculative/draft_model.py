@@ -30,9 +30,10 @@ def draft_model(
 ) -> DraftModel:
     """Make a drafter from a smaller model with the same vocabulary.
 
-    The k branches of a draft start with the k most probable tokens. Several branches help if the
-    second best token is often right. If the sampler draws at random, draft tokens are also drawn at
-    random, and the samples of `speculate` still follow the distribution of the verifying model.
+    With a greedy sampler, the k branches of a draft start with the k most probable tokens. Several
+    branches help if the second best token is often right. If the sampler draws at random, draft
+    tokens are also drawn at random, and the samples of `speculate` still follow the distribution of
+    the verifying model.
 
     Args:
       forward: The draft model `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.

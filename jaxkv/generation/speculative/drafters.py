@@ -30,7 +30,8 @@ class DraftTokens(NamedTuple):
 
     tokens: Branches may share their first tokens.
     valid: False for padding. All tokens after padding are also padding.
-    adjusted: If branches share a prefix, their next tokens are drawn without replacement.
+    adjusted: Logits of the draws; None if the tokens are not drawn at random. If branches share a
+      prefix, their next tokens are drawn without replacement.
     """
 
     tokens: Int32[Array, "Z *k n"]
@@ -167,7 +168,7 @@ def prompt_lookup(
     recent: int = 512,
     num_branches: int = 1,
 ) -> PromptLookup:
-    """Make a drafter that copies the tokens after earlier occurrences of the last tokens.
+    """Make a drafter that copies the tokens after an earlier occurrence of the last `ngram` tokens.
 
     The drafter helps if outputs repeat earlier tokens, as in edits, summaries and code. If the last
     `ngram` tokens of a sequence did not occur earlier, the sequence gets no draft in that step, and
@@ -186,7 +187,7 @@ def prompt_lookup(
       each of Z sequences, padded in front with -1.
 
     Raises:
-      ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
+      ValueError: If a number argument is below 1, or `recent` is not greater than `ngram`.
       ValueError: If `prompts` are not one list of tokens for each sequence, or an array `[Z, n]`.
       ValueError: If a list has a negative token.
 

@@ -385,7 +385,7 @@ def _feed_and_verify(
 def _feed_draft(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " Z"], tuple, DraftTokens]:
-    """Run the model on drafts of one branch; the third result is True for computed sequences."""
+    """Run the model on drafts of one branch; the third result is `active & plan.ok`."""
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)

@@ -56,7 +56,7 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: s
 def assign_branch_sequences(
     table: CacheTable, sequences: Int32[Array, " Z"], num_branches: int
 ) -> Int32[Array, "Z {num_branches}"]:
-    """Return sequence ids of branches in ascending order; Q for a branch without a sequence."""
+    """Return, in each row, the sorted sequence ids of k branches; Q if a branch has no sequence."""
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
     free = (~table.nonempty_sequences()).at[sequences].set(False).reshape(spec.streams, size)
@@ -104,7 +104,7 @@ def plan_tree(
 
     The table is the result of `fork_branches`. Ids in a row of `sequences` ascend; a missing branch
     has the id Q. A sequence has 1 + k * n outputs: one for the last sampled token, then one for
-    each draft token, branch by branch. If branches share a token, only the output of the token in
+    each draft token, branch by branch. If several branches share a token, only its output in
     the first of these branches is defined.
     """
     texts, branches, length = draft.tokens.shape
@@ -134,7 +134,7 @@ def plan_tree(
 def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
-    """Return token indices as one row; with `single_sequence_rows`, as one row for each branch."""
+    """Return the indices of all tokens: one row, or one per branch if `single_sequence_rows`."""
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]

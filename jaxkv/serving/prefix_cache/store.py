@@ -147,10 +147,10 @@ class PrefixStore:
         prompts will diverge, such as the end of a common prefix.
 
         A prompt that is already stored is not stored again. The new prompt replaces a stored prompt
-        that is a prefix of the new prompt, unless the stored prompt can be resumed at a position at
-        which the new prompt cannot be resumed. If the store has no empty sequence, or exceeds its
-        limit of cells, the least recently used prompts are evicted. If the store has no sequence in
-        the stream of `seq`, the prompt is copied to another stream.
+        that is a prefix of the new prompt. But both are stored if, at some position, only the old
+        prompt can be resumed. If the store has no empty sequence, or exceeds its limit of cells,
+        the least recently used prompts are evicted. If the store has no sequence in the stream of
+        `seq`, the prompt is copied to another stream.
 
         Args:
           cache: The cache of the store.
@@ -332,7 +332,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store sequences in the stream of `seq`, or all if none is in it."""
+        """Return the store sequences in the stream of `seq`; if none, all store sequences."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
