@@ -27,7 +27,7 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the hashes of overwritten cells, from old hashes and the hashes of new tokens."""
+    """Return the hashes of cells after an overwrite, from old hashes and hashes of new contents."""
     return mix(old + mix(new + 1))
 
 

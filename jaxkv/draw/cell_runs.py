@@ -74,7 +74,7 @@ def format_range(first: int, last: int) -> str:
 
 
 def format_owners(run: CellRun) -> str:
-    """Format the owner ids of a run: "." for no owner, "+" if each cell has several owners."""
+    """Format the owner ids of a run: "." for no owner, "+" in place of the ids if `run.shared`."""
     if run.shared:
         return "+"
     few = len(run.owners) <= 3

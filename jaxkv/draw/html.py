@@ -33,8 +33,9 @@ _SMALL = "font-size:75%;opacity:.75"
 def html_of(cache: Cache) -> str:
     """Return a cache as HTML, with the owners and positions of cells.
 
-    Each owner has a colour; a shared cell has a bar with the colours of its owners. If the values
-    of the cache cannot be read, for example inside of `jit`, the HTML contains only the `repr`.
+    Each owner has a colour; a shared cell has a bar with the colours of its first eight owners. If
+    the values of the cache cannot be read, for example inside of `jit`, the HTML contains only the
+    `repr`.
     """
     line = f'<div style="margin:4px 0"><code>{escape(cache_repr(cache))}</code></div>'
     try:

@@ -273,7 +273,7 @@ def _import_matplotlib(module: str) -> ModuleType:
 
 
 def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
-    """Wrap an array of one stream into padded lines of cells; return other arrays unchanged."""
+    """Wrap an array `[1, N]` into padded lines of cells; return `[S, N]` with S > 1 unchanged."""
     if len(x) > 1:
         return x
     missing = -x.size % across

@@ -33,7 +33,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
       cell with several owners. If shifts are pending, the third line `shift` shows them. A column
-      of several runs shows a tilde, all owners, and the lowest and highest position.
+      of several runs shows a tilde, all owners (only their number if there are more than three),
+      and the lowest and highest position.
 
     Raises:
       TypeError: If `cache` is traced, or has shapes instead of arrays.

@@ -95,7 +95,7 @@ class Buffers:
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Return `of_layer(k, v)` for each layer; if stacked, the result of one call, L times."""
+        """Return `of_layer(k, v)` for each layer; if stacked, all L entries are from one call."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     @property
@@ -332,7 +332,8 @@ def copy_cell_run(
     """Copy a run of contiguous cells from one stream to the same cells of another stream.
 
     The stream indices `src` and `dst` are global. The cell indices `first` and `end` are indices in
-    the shard of the device. If a mesh splits cells, only cells of the run below `end` are copied.
+    the shard of the device. If a mesh splits cells, cells with an index of `end` or more are not
+    copied.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 

@@ -348,7 +348,7 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return `old` with updated hashes, and whether the buffers still store its keys and values."""
+    """Return `old` with new `cell_hash` and `written`, and whether its keys are still stored."""
     # If the hashes of a cell are equal, the cell still has the keys and values of `old`.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]

@@ -250,7 +250,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: KVPartitions, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return the number of cells of a shard, of a chunk, and of the part of this shard to copy."""
+    """Return how many cells are in a shard, in a chunk, and to be copied in the local shard."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

@@ -1,4 +1,4 @@
-"""Copying of sequences between streams with several sequences; copied tokens get free cells."""
+"""Copying between streams with several sequences; copied tokens get empty or evictable cells."""
 
 from __future__ import annotations
 

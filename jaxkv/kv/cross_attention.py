@@ -103,7 +103,7 @@ class CrossAttentionTable(CellTable):
     def _parents_of_copy(
         self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return parents and targets for `seq_select`, with Q for each unchanged target."""
+        """Return parents and targets for `seq_select`, with Q in place of each unchanged target."""
         targets = jnp.atleast_1d(dst)
         parent = jnp.where(
             jnp.maximum(start, 0) < resolve_range_end(stop), src, -1

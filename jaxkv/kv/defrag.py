@@ -71,7 +71,8 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
     """Plan all moves that close gaps, or the first `max_moves` moves in each stream.
 
     The rank of a cell is its index in fill order. If a stream has U used cells, used cells with a
-    rank of U or more move to empty cells with a rank below U.
+    rank of U or more move to empty cells with a rank below U. For tiled placement, the same rule
+    applies to used and empty tiles instead of cells.
     """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))

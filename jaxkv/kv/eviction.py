@@ -83,7 +83,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return for each local id whether its sequence owns cells in `where` in at least one stream.
+    """Return for each local id whether at least one sequence with this id owns cells in `where`.
 
     The local id of a sequence is the index of the sequence in its stream.
     """
@@ -121,8 +121,8 @@ def accept_edit(
     """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
 
     A sequence can continue if two conditions are met. Its next token attends to no evicted
-    position. Its last token is in a cell, or is its highest evicted token. `highest_evicted` is the
-    position after the edit of the token that was at `evicted_below - 1` before the edit.
+    position. Its last token is in a cell, or is its highest evicted token. The token that was at
+    position `evicted_below - 1` before the edit is at `highest_evicted` after the edit.
     """
     if cells.window is None:
         return edited, jnp.array(True)

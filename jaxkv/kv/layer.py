@@ -269,7 +269,7 @@ def _local_visibility(
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return the slots to write, and whether each row is current, see `slots.committed_slots`."""
+    """Return `slots.committed_slots`; if the layer is out of range, no row counts as current."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = codes_and_scales(layer_kv[0])
     return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current

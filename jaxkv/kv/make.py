@@ -114,8 +114,8 @@ def default_placement(cells: int, *, sharing: int, platform: str | None = None) 
 def default_lanes(devices: int | None = None, platform: str | None = None) -> int:
     """Return the default of the option `lanes`: 128 on a TPU, otherwise 1.
 
-    The default is also 1 if a process has several devices and `devices` is unknown, because heads
-    of one row cannot be split over several devices.
+    The default is also 1 if JAX has several devices and `devices` is unknown, because heads of
+    one row cannot be split over several devices.
     """
     platform = jax.default_backend() if platform is None else platform
     is_known = devices is not None or jax.device_count() == 1

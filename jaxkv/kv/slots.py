@@ -48,7 +48,7 @@ class TokenLists(NamedTuple):
 
 
 def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
-    """Return one list of tokens for each stream if possible, otherwise one list for each row."""
+    """Group tokens into lists: by stream if the streams of rows are static, otherwise by row."""
     # If row r is sequence r, the rows of each stream are contiguous. Otherwise each row is a list,
     # because the streams of rows are traced.
     if cells.streams == 1 or ubatch.row_is_sequence:
@@ -134,7 +134,8 @@ def can_allocate(
 def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int[Array, "R T"]]:
     """Return a slot and a `Reason` for each token of a ubatch (llama.cpp: `find_slot`).
 
-    Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
+    Contiguous placement takes the first run of usable cells that is long enough. Other placements
+    take empty cells first, in the order of `placement`; then evictable cells, lowest position
     first. If any token gets no cell, every slot is N or more (no cell). Tokens without a cell
     have the reason OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run is long enough.
     """
@@ -321,8 +322,9 @@ def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, " R"]]:
     """Return the slots to write, and whether each row is current.
 
-    A row is stale if its ubatch was not applied, or if its stream was edited afterwards. Slots are
-    past the last cell for padding, refused plans and stale rows.
+    A row is current if it has no slots, or if its ubatch was applied and its stream was not edited
+    afterwards. Slots are past the last cell for padding, refused plans and rows that are not
+    current.
     """
     placed = ubatch.slots < MAX_CELLS
     stream = ubatch.row_stream

@@ -182,7 +182,7 @@ class CellTable(Cells, CacheTable):
     def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return whether there are enough free cells for all targets."""
+        """Return whether there are enough empty or evictable cells for all targets."""
         if not self.spec.has_shared_streams:
             return jnp.array(True)
         return copy_pooled.plan_select(self, parents, targets).need.ok

@@ -26,7 +26,7 @@ TILE = 64
 
 
 def tile_size(cells: int) -> int:
-    """Return the number of cells in a tile: a divisor of the cells of a stream, at most 64.
+    """Return the number of cells in a tile: a divisor of `cells`, at most 64.
 
     >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
     [64, 16, 4, 2, 1]
@@ -98,9 +98,9 @@ def choose_for_list(
     """Choose a slot for each token, lowest sequence id first; N for a token without a cell.
 
     Cells are taken in this order: empty cells in tiles that only the token's sequence uses; cells
-    of empty tiles that are assigned to the sequence; other empty cells; evictable cells. The lowest
-    empty cell is taken first, and the evictable cell with the lowest position. Empty tiles, lowest
-    first, are assigned to sequences in the order of sequence ids.
+    of empty tiles that are assigned to the sequence; other empty cells; evictable cells. Empty
+    cells are taken in the order of indices, and evictable cells in the order of positions. Empty
+    tiles, lowest first, are assigned to sequences in the order of sequence ids.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
