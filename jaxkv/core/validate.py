@@ -78,7 +78,8 @@ def check_int32(
         array = np.asarray(value) if is_known else jnp.asarray(value)
     except ValueError:  # NumPy raises it for rows of different lengths.
         raise ValueError(
-            f"expected {name} as an integer or as lists of one length, got {value!r:.60}; pad them"
+            f"expected {name} as an integer or as lists of one length, got {value!r:.60}; "
+            f"concatenate or pad them"
         ) from None
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
@@ -145,7 +146,12 @@ def check_bool(
 
     JAX arrays stay on their device. If `or_integers` is True, untraced 0 and 1 count as flags.
     """
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except ValueError:  # NumPy raises it for rows of different lengths.
+        raise ValueError(
+            f"expected {name} as lists of one length, got {value!r:.60}; concatenate or pad them"
+        ) from None
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)
     if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
         binary = False

@@ -136,7 +136,8 @@ def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: objec
                 f"expected a plan of the batch's {num_tokens} tokens, got one of {num_planned}; "
                 "plan this batch"
             )
-    if not is_traced(cache, plan) and not cache.is_current(plan.ubatches[0]):
+    # A refused plan is never current; `prefill` raises the reason of the refusal.
+    if not is_traced(cache, plan) and plan.ok and not cache.is_current(plan.ubatches[0]):
         raise ValueError("expected a plan of this cache as it is, got a stale one; plan again")
 
 

@@ -35,6 +35,9 @@ def test_prefill_with_plan_does_not_plan_again():
     assert_identical((after, *rest), tuple(wanted))
     for row in mistakes("prefill"):
         assert_raises(*row, globals() | locals())
+    long = make_batch([5] * 99)
+    with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
+        prefill(cache, long, plan=jaxkv.init_batch(cache, long))
 
 
 @pytest.mark.parametrize("case, num_outputs", in_lanes(OUTPUTS, core=[OUTPUTS[0], OUTPUTS[2]]))
