@@ -65,6 +65,8 @@ def decode(
       are not overwritten.
     - An edit changed the last cached token after the state was made (`Reason.EDITED`).
 
+    Later calls do not continue an ended sequence; to continue it, call `init_decode` again.
+
     Args:
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.

@@ -56,9 +56,10 @@ def init_batch(
     Args:
       cache: any cache.
       batch: the batch, from `make_batch`.
-      ubatch_size: largest number of tokens computed at once; by default the `ubatch_size` of the
-        cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
-        few shapes are compiled. Ignored with `encoder`.
+      ubatch_size: largest number of tokens computed at once; by default 512. If a cache with a
+        window has the default number of cells, its own `ubatch_size` (see `make_cache`) is the
+        default and the upper limit. The last ubatch is padded to a power of two, at most
+        `ubatch_size`, so that few shapes are compiled. Ignored with `encoder`.
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" for a
         cache of one stream without recurrent layers. For other caches, the default is one ubatch
@@ -84,7 +85,7 @@ def init_batch(
       ValueError: If a traced batch without rows has more than `ubatch_size` tokens.
       ValueError: If a traced batch has no rows, and the cache has several streams or recurrent
         layers.
-      ValueError: If `ubatch_size` is below 1 or exceeds the `ubatch_size` of the cache.
+      ValueError: If `ubatch_size` is below 1 or exceeds the limit of the cache.
       ValueError: If `split_by` is unknown.
       ValueError: If `encoder` is True and the batch has positions.
       ValueError: If a token belongs to several sequences, and `encoder` is True or the cache has
@@ -146,8 +147,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
       least 8, but at most the number of tokens.
 
     Raises:
-      ValueError: If an argument is below 1, or `ubatch_size` exceeds the `ubatch_size` of the
-        cache.
+      ValueError: If an argument is below 1, or `ubatch_size` exceeds the limit of the cache.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
