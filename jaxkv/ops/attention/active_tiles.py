@@ -118,7 +118,7 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return whether each cell is visible to a list, and whether each token has a visible cell."""
+    """Return which cells are visible to each list, and which tokens have a visible cell."""
     # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 

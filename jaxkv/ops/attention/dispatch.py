@@ -188,7 +188,7 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Combine one function for each platform; the result supports derivatives and `vmap`."""
+    """Combine implementations, one for each platform, and add derivatives and `vmap`."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions

@@ -247,7 +247,7 @@ def _kernel(
         def load_tile(
             x: Ref, number: jax.Array, inside: jax.Array
         ) -> tuple[jax.Array, jax.Array | None]:
-            """Return the numbers or quantised codes of a tile, `[C, n]`, and scales, `[1, C]`."""
+            """Return a tile `[C, n]` and its scales `[1, C]`; scales are None if not quantised."""
             numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
             found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
@@ -327,7 +327,7 @@ def _load(
 def _tile_bounds_mask(
     in_cells: jax.Array | None, inside: jax.Array, count: int
 ) -> jax.Array | None:
-    """Return which elements of a tile are inside the array; None if all elements are inside."""
+    """Return which elements of a tile are not padding; None if no element is padding."""
     if in_cells is None and inside.size == count:
         return None
     every = jnp.ones((1, 1), bool) if in_cells is None else in_cells[:, None]

@@ -188,7 +188,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return True if the compiler would convert all cells to float32 in a product of all cells."""
+    """Return whether the compiler converts all keys to float32 if they are multiplied at once."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
     return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
@@ -225,7 +225,7 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
-    """Return whether `_terms_for` returns bfloat16, if its `x` has this dtype and row count."""
+    """Return whether `_terms_for` returns bfloat16 for an `x` of this dtype with `rows` rows."""
     dtypes = jnp.float32, jnp.bfloat16
     return (
         CAN_SPLIT_FACTORS

@@ -43,7 +43,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Multiply each tile that is visible to one token with this token only."""
+    """Attend as this module describes, if shapes allow; else run `xla_cpu.attend_by_shapes`."""
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
         return xla_cpu.attend_by_shapes(q, k, v, visibility, options)
