@@ -25,7 +25,7 @@ def convolve(
       tail: the F - 1 inputs before the first token of each row.
       weight: filter, oldest input first.
       bias: bias of each channel, or None.
-      counts: number of tokens of the row after which each returned tail is taken, from 0 to T.
+      counts: for each returned tail, the number of tokens of its row up to the tail's end, 0 to T.
 
     Returns:
       The outputs, float32, and the returned tails, in the dtype of the argument `tail`.

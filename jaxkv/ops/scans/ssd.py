@@ -37,9 +37,8 @@ def scan_ssd(
       b: projection of the input into the state. G, the number of groups of heads, divides H.
       c: projection of the state to the output.
       state: state before the first token of each row.
-      counts: for each returned state, the number of tokens of its row that the state includes. Each
-        count of a row equals the count before it, or is larger by 1 (see
-        `Ubatch.state_write_steps`).
+      counts: for each returned state, the number of tokens of its row that the state includes. The
+        counts must be the ones that `Ubatch.state_write_steps` returns.
       chunk: number of tokens of a chunk.
 
     Returns:
