@@ -36,8 +36,8 @@ class PlanBuilder:
     final_reason: `Reason` of each sequence, including faults found when slots are chosen.
     available: Number of cells that remain in the stream of each sequence after all sequences that
       fit are placed. With a window, the cells of these sequences are not subtracted.
-    fits_in_one_run: Whether each sequence fits. With contiguous placement, only the longest run of
-      free cells is counted (see `Admission`).
+    fits_in_one_run: Whether each sequence fits into the free cells of its stream. With contiguous
+      placement, whether it fits into the longest run of these cells (see `Admission`).
     """
 
     table: CacheTable

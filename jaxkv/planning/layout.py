@@ -289,9 +289,9 @@ def equal_split(
 
     A ubatch has at most `ubatch_size` sequences: those whose next tokens come first in the batch.
     The length of all rows is the smallest number of remaining tokens of these sequences, but at
-    most `ubatch_size` // R. The argument `after` is the result of `preceding_tokens`. If `after` is
-    given, a ubatch omits a sequence if the token before the sequence's next token is in a later
-    ubatch. llama.cpp: `split_equal`.
+    most `ubatch_size` // R. The argument `after` is the result of `preceding_tokens`. With `after`,
+    a ubatch has no tokens of a sequence if the token that precedes them would be in a later ubatch.
+    llama.cpp: `split_equal`.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]

@@ -104,7 +104,7 @@ def init_batch(
       >>> cache.seq_pos_max([0, 1]).tolist()
       [-1, 1]
 
-    llama.cpp: `llama_memory_i::init_batch`, and `llama_encode` for sources.
+    llama.cpp: `llama_memory_i::init_batch`; with `encoder`, `llama_encode`.
     """
     table, _ = split(cache)
     if not isinstance(batch, Batch):
@@ -218,10 +218,10 @@ def plan_step(
     Returns:
       A plan of one ubatch, `plan.ubatch`. The ubatch has an output for each element of the
       argument `tokens`, in the same order, so logits can be reshaped to `[Z, V]` or `[Z, n, V]`. If
-      `ok` `[]` bool is False, the plan has no effect. The array `reason` `[Q]` int32 has a `Reason`
-      for each sequence id of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. If the plan is
-      refused because of other sequences, a sequence that fits has OK. If a traced id is invalid,
-      all sequences have UNKNOWN_SEQUENCE.
+      the flag `ok` `[]` bool is False, the plan has no effect. The array `reason` `[Q]` int32 has a
+      `Reason` for each sequence id of the cache, such as OUT_OF_CELLS or NEGATIVE_TOKEN. If the
+      plan is refused because of other sequences, a sequence that fits has OK. If a traced id is
+      invalid, all sequences without another fault have UNKNOWN_SEQUENCE.
 
     Raises:
       ValueError: If shapes differ, `tokens` is empty, or a concrete id is repeated or invalid.
@@ -309,7 +309,7 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the results of `layout.rank_in_sequence`, if no two rows have the same sequence."""
+    """Return the results of `layout.rank_in_sequence`; each row must have its own sequence."""
     # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
