@@ -38,8 +38,8 @@ class States:
     content: Sum of the hashes of all tokens in the state of each cell. The hash of a token includes
       the token's position before any shift.
     layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
-    shard_dims: Static. A tuple (name, dimension, n) for each state that a mesh may split; the
-      dimension consists of n equal blocks.
+    shard_dims: Static. A tuple (name, dimension, n) for each state that a mesh may split along
+      this dimension, between its n equal blocks.
     """
 
     position: Int32[Array, "Q E+1"]
