@@ -84,8 +84,8 @@ def device_bytes(
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
       heads: number of query heads, for the field `sent`; default: the number of key/value heads.
-      params: model parameters, or their shapes. If an array has a sharding, only its shard counts;
-        other arrays count fully on each device.
+      params: model parameters, or their shapes. For an array with a sharding, the bytes of one
+        shard are counted; for other arrays, the bytes of the whole array.
 
     Returns:
       A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers` and `params`; their

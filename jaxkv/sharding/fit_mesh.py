@@ -1,4 +1,4 @@
-"""Meshes for caches with fewer heads than devices."""
+"""Meshes for caches whose heads cannot be split evenly over all devices of a mesh axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
 
 Surplus = Literal["cells", "replicate", "refuse"]
-"""Use of the remaining devices if there are more devices than heads, see `fit_mesh`."""
+"""Use of the mesh axis that `fit_mesh` adds."""
 
 
 def fit_mesh(
@@ -32,10 +32,10 @@ def fit_mesh(
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache. If no axis splits heads, nothing
         changes.
-      surplus: use of the remaining devices if there are more devices than heads. "cells": the cells
-        of each head are split over n devices. `make_cache` then raises unless the number of cells
-        is a multiple of n. The placement `striped:n` fills these devices evenly. "replicate": n
-        devices store copies of the same head. "refuse": raise a ValueError.
+      surplus: use of the n devices along the second axis (see Returns). "cells": the cells of each
+        head are split over the n devices. `make_cache` then raises unless the number of cells is a
+        multiple of n. The placement `striped:n` fills these devices evenly. "replicate": the n
+        devices store copies of the same heads. "refuse": raise a ValueError.
 
     Returns:
       The new mesh and rules. The mesh axis that splits the heads becomes two axes. The first axis
