@@ -19,8 +19,7 @@ class MissReason(IntEnum):
     EVICTED: A stored prompt with a longer common prefix was evicted.
     CONTEXT_EVICTED: Cells that the next token attends to were removed, or evicted by a window.
     NO_STATE: A recurrent cache has no state at the end of the common prefix.
-    OUT_OF_CELLS: The prompt exceeds the store's limit of cells, or a copy to another stream does
-      not fit.
+    OUT_OF_CELLS: The store's limit of cells is exceeded, or a copy to another stream does not fit.
     INCOMPLETE: The sequence lacks a token at a position of the prompt, or tokens were shifted.
     OTHER_TOKENS: The sequence has other tokens, or its tokens were computed at other positions.
     """
