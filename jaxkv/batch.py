@@ -107,7 +107,7 @@ class Ubatch(Partitioned):
       returns the other logits in the order of the batch.
     output_index: index in the batch of each token in `outputs`; 2**31 - 1 for padding.
     hash_before: hash of each stream when the slots were chosen; a tuple for a hybrid cache.
-    hash_after: hash of each stream after the ubatch was applied.
+    hash_after: hash of each stream after the ubatch was applied; a tuple for a hybrid cache.
     spec: static `TableSpec` of the cache that the ubatch was planned for.
     row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
 
@@ -134,7 +134,7 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return how many tokens of each row are included in each of the last `count` states.
+        """Return how many tokens of each row come before each of its last `count` states.
 
         For a row of n valid tokens, the result at index i is max(n - count + 1 + i, 0). A 0
         means the state before the first token of the row; `write_states` does not write this state.

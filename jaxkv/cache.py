@@ -136,7 +136,7 @@ class Cache(Partitioned):
         return _used(self.table)
 
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
-        """Return whether a sequence can continue at `pos` without its tokens at `pos` and later.
+        """Return whether a sequence can continue at `pos` if tokens from `pos` on are removed.
 
         The result is True if `seq_rm(cache, seq, pos)` is not refused, and `init_batch` expects the
         next token of the sequence at `pos` after this removal. Gaps at earlier positions do not

@@ -40,7 +40,7 @@ class CacheSpec:
     window: `Window` of all layers; None for no limit.
     rope: rotation of the keys that models pass to `attend`; a `NotGiven` if no rope was given.
     states: name, shape and dtype of each state, ordered by name.
-    shard_dims: a tuple (name, dimension, n) for each state that a mesh may split.
+    shard_dims: a tuple (name, dimension, n) for each state that a mesh may split; see `recurrent`.
     parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
@@ -232,7 +232,8 @@ class CacheSpec:
             of the spec. A model layer with both attention and recurrence is in two parts.
 
         Raises:
-          ValueError: If there are no parts, or a part does not have one distinct number per layer.
+          ValueError: If there are no parts, or the same layer number is twice in one part.
+          ValueError: If a part does not have one number for each layer of its spec.
           ValueError: If two parts with keys, or two parts with states, contain the same layer.
           ValueError: If there are several `cross_attention` parts, if all parts are
             `cross_attention`, or if a hybrid part contains a `cross_attention` part.

@@ -44,7 +44,8 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return which sequences fit in every part; all parts admit sequences in the same order."""
+    """Return which sequences fit in every part."""
+    # All parts admit sequences in the same order: the sequence with the fewest tokens first.
     fits, fits_in_one_run, remaining = zip(*found, strict=True)
     return Admission(
         fits=_all(fits), fits_in_one_run=_all(fits_in_one_run), num_remaining=_smallest(remaining)
@@ -297,12 +298,12 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
     ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
-        """Compare the hashes that one part stores for last tokens with `contents`."""
+        """Return the result of one planned part, which is an attention part if there is one."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Combine the status of all parts; `missing` is also True if last positions differ."""
+        """Combine the status of all parts; `missing` is also True if parts differ in `last`."""
         found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
@@ -342,7 +343,7 @@ class HybridTable(CacheTable):
         )
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
-        """Return `old` with hashes of `self`, and whether each part of `old` can be restored."""
+        """Return `old` with rewound parts, and whether every part of `old` can be restored."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)

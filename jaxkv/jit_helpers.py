@@ -26,7 +26,8 @@ R = TypeVar("R")
 def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a function of tables; `options` are keyword arguments of `jax.jit`.
 
-    On a mesh, output tables and rows of output ubatches are split by stream; others are replicated.
+    On a mesh, an output that is `Partitioned` is split by its method `partition_by`. Other outputs
+    are replicated.
     """
 
     @partial(jax.jit, **options)

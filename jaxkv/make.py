@@ -63,9 +63,9 @@ def make_cache(
         and values are zero; train with another dtype.
       ubatch_size: with a window, the largest number of tokens in a ubatch. With the default N,
         `init_batch` raises ValueError for a larger ubatch.
-      max_rollback: with a window, a number of tokens; default 32. If N is the default, the last
-        `max_rollback` tokens of a sequence can always be removed. If `max_rollback` equals `cells`,
-        N is not reduced. Any number of last tokens can then be removed until a ubatch evicts cells
+      max_rollback: with a window, how many last tokens of a sequence can always be removed if N is
+        the default; 32 if `max_rollback` is not given. If `max_rollback` equals `cells`, N is
+        not reduced. Any number of last tokens can then be removed until a ubatch evicts cells
         because too few cells are empty. With recurrent layers, `max_rollback` is E, the number of
         earlier states to store, each as large as the current state; default 0.
       placement: order in which free cells of attention layers are taken, without effect on results.
@@ -107,7 +107,7 @@ def make_cache(
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
-      ValueError: If an axis would split two dimensions.
+      ValueError: If a mesh axis would split two dimensions, such as streams and heads.
       ValueError: If `sharding_rules` is given, but no `mesh`.
 
     Examples:

@@ -130,7 +130,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
 
 
 def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
-    """Raise a ValueError if the two specs differ; `name` describes the object with `spec`."""
+    """Raise a ValueError if the two specs differ; `name` describes the object that has `spec`."""
     if spec == expected_spec:
         return
     expected, actual = _flat_fields(expected_spec), _flat_fields(spec)

@@ -95,7 +95,8 @@ class MaintenancePlan(Partitioned):
 def assignable(method: Callable[..., R]) -> Callable[..., R]:
     """Allow a subclass to define a method by assigning a function.
 
-    Type checkers then compare only return types; `tests/cells/test_contract.py` compares arguments.
+    Type checkers then compare only the return types of the two methods. The test
+    `tests/cells/test_contract.py` compares their argument names.
     """
     return method
 
@@ -121,7 +122,7 @@ class CacheTable(Partitioned):
     @property
     @abstractmethod
     def is_batch(self) -> bool:
-        """Whether the table is for a batch of caches: each array has another leading axis."""
+        """Whether the table is for a batch of caches: each array has an additional leading axis."""
 
     sharding_rules: ShardingRules | None
     """Mesh axes that split the cache; None on one device."""
@@ -365,7 +366,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return whether a sequence can continue at `pos` without its tokens at `pos` and later."""
+        """Return whether a sequence can continue at `pos` if tokens from `pos` on are removed."""
 
     @abstractmethod
     def plan_shift(self) -> MaintenancePlan:
@@ -378,9 +379,9 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with hashes of `self`, and whether `old` can be restored.
+        """Return `old` with the cell hashes of `self`, and whether `old` can be restored.
 
-        `old` can be restored if its used cells have the same hashes in `old` and in `self`.
+        `old` can be restored if the cells that `old` uses have the same hashes in both tables.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ def join_heads(x: A, heads_per_row: int, row_size: int) -> A:
 def split_rows(x: A, heads_per_row: int, head_dim: int) -> A:
     """Split rows into heads `[..., K, D]`; the inverse of `join_heads`.
 
-    Rows of scales (of 8-bit heads) have no padding, and fewer numbers than `head_dim`.
+    Of the scales of an 8-bit head, the first `head_dim` are returned. Others are for padding.
     """
     x = x[..., : heads_per_row * head_dim]
     *rest, rows, size = x.shape
@@ -70,7 +70,7 @@ def pad_queries(
 def take_own_heads(
     out: Float[Array, "P _ X W"], heads_per_row: int, value_dim: int
 ) -> Float[Array, "P _ X Dv"]:
-    """Return, for each query, the values of its own head from its weighted sum of rows.
+    """Return the part of each query's weighted sum of rows that belongs to the query's own head.
 
     The X queries of a row are in the order of the row's heads.
     """

@@ -37,7 +37,7 @@ WIDTH = np.float32(2**0.5)
 def rotate_keys(
     keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope
 ) -> Numbers:
-    """Rotate keys `[C, K, D]` from positions `start` to `stop`; ignore the attention factor."""
+    """Rotate keys `[C, K, D]` from positions `start` to `stop`, with an attention factor of 1."""
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rope.rotate(keys, stop - start)
