@@ -161,7 +161,7 @@ def make_sampler(
         and negative logits are multiplied by it.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
-      penalty_last_n: Number of recent tokens to penalise (of prompt and output), at least 1, static.
+      penalty_last_n: Number of recent tokens to penalise (with the prompt), at least 1, static.
 
     Returns:
       A sampler that applies penalties, top-k, top-p, min-p and the temperature, in this order, as

@@ -38,7 +38,7 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.eviction import accept_edit
-from jaxkv.ops.head_rows import join_heads, split_rows
+from jaxkv.ops.head_rows import join_heads, split_stored_rows
 from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import rotate_keys
@@ -272,8 +272,8 @@ def _rotate_keys(
         # Padding of a chunk gets distinct slots past the last cell, since writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
 
-        def read_heads(head_dim: int, x: Cached) -> jax.Array:
-            return split_rows(gather(x, stream, slot), heads_per_row, head_dim)
+        def read_rows(x: Cached) -> jax.Array:
+            return gather(x, stream, slot)
 
         def write_heads(x: Cached, new: jax.Array) -> Cached:
             return scatter(x, stream, slot, join_heads(new, heads_per_row, x.shape[-1]))
@@ -281,7 +281,8 @@ def _rotate_keys(
         turned = []
         for k, rope, head_dim in zip(keys, ropes, head_dims, strict=True):
             if isinstance(rope, Rope):
-                key = map_arrays(partial(read_heads, head_dim), k)  # [CHUNK, K, D]
+                rows = map_arrays(read_rows, k)
+                key = split_stored_rows(rows, heads_per_row, head_dim)  # [CHUNK, K, D]
                 key = rotate_keys(key, begin, begin + turns, rope)
                 k = map_arrays(write_heads, k, key)
             turned.append(k)

@@ -6,14 +6,17 @@ the compiler copies a whole layer for each write. Letter in shapes: a row has W 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.ops.quantised import Quantised, scale_groups
+
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, PyTree
 
 A = TypeVar("A", jax.Array, np.ndarray)
 
@@ -36,13 +39,21 @@ def join_heads(x: A, heads_per_row: int, row_size: int) -> A:
 
 
 def split_rows(x: A, heads_per_row: int, head_dim: int) -> A:
-    """Split rows into heads `[..., K, D]`; the inverse of `join_heads`.
-
-    Of the scales of an 8-bit head, the first `head_dim` are returned. Others are for padding.
-    """
+    """Split rows into heads `[..., K, D]`; the inverse of `join_heads`."""
     x = x[..., : heads_per_row * head_dim]
     *rest, rows, size = x.shape
     return x.reshape(*rest, rows * heads_per_row, size // heads_per_row)
+
+
+def split_stored_rows(stored: PyTree, heads_per_row: int, head_dim: int) -> PyTree:
+    """Split the rows of stored keys or values into heads, without the scales of padding."""
+    if isinstance(stored, Quantised):
+        num_scales = len(scale_groups(head_dim))
+        codes = split_rows(stored.codes, heads_per_row, head_dim)
+        return replace(
+            stored, codes=codes, scales=split_rows(stored.scales, heads_per_row, num_scales)
+        )
+    return jax.tree.map(lambda x: split_rows(x, heads_per_row, head_dim), stored)
 
 
 def split_rows_of_cells(

@@ -27,10 +27,10 @@ from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache
 from jaxkv.kv.slots import usable_cells
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.head_rows import A, join_heads, split_rows
+from jaxkv.ops.head_rows import A, join_heads, split_stored_rows
 from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import Quantised, make_stored_zeros, scale_groups
+from jaxkv.ops.quantised import make_stored_zeros
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
@@ -263,14 +263,7 @@ def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buf
     """Read the rows of each layer with `read`, and split each row into heads."""
 
     def heads_of(stored: Values, head_dim: int) -> PyTree:
-        def split(x: Array | LayerView, size: int) -> A:
-            return split_rows(read(x), buffers.heads_per_row, size)
-
-        if isinstance(stored, Quantised):
-            num_scales = len(scale_groups(head_dim))
-            codes, scales = split(stored.codes, head_dim), split(stored.scales, num_scales)
-            return replace(stored, codes=codes, scales=scales)
-        return map_arrays(lambda x: split(x, head_dim), stored)
+        return split_stored_rows(map_arrays(read, stored), buffers.heads_per_row, head_dim)
 
     rows, sizes = _unstack_layers(buffers), buffers.head_sizes
     return replace(

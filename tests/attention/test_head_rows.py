@@ -61,6 +61,23 @@ def test_attend_and_read_kv_do_not_depend_on_lanes(name, lanes, axes):
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
+@pytest.mark.parametrize("head_dim, lanes", [(160, 512), (300, 256)])
+def test_rotation_of_8_bit_keys_does_not_depend_on_lanes(head_dim, lanes):
+    spec = CacheSpec.attention(1, 1, head_dim, rope=jaxkv.Rope.make(2, base=10.0))
+    x = np.random.default_rng(0).normal(size=(1, 4, 1, head_dim)).astype(np.float32)
+    keys = {}
+    for option in (1, lanes):
+        cache = make_cache(spec, cells=8, dtype="int8", lanes=option)
+        plan = jaxkv.init_batch(cache, make_batch([1, 2, 3, 4])).check()
+        cache = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, plan.ubatch, x, x)
+        cache, ok = jaxkv.seq_rm(cache, 0, 0, 1)
+        cache, ok = jaxkv.seq_add(cache, 0, 1, -1, delta=-1)
+        cache = jaxkv.apply(cache, jaxkv.init_update(cache))
+        plan = jaxkv.init_batch(cache, make_batch([5])).check()
+        keys[option] = jaxkv.read_kv(jaxkv.apply(cache, plan), 0, plan.ubatch).k
+    np.testing.assert_array_equal(keys[lanes], keys[1])
+
+
 @pytest.mark.nightly
 def test_generate_does_not_depend_on_lanes():
     """Gemma 3: a hybrid cache, whose parts take a number each."""
