@@ -60,7 +60,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
     """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
 
-    - A ubatch becomes stale when an edit or another ubatch changes one of its streams.
+    - A ubatch becomes stale when an edit or any applied ubatch changes a stream of this ubatch.
     - The plan of an update becomes stale when the shift of a key changes.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
@@ -112,7 +112,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return False if a stream of a ubatch has changed since planning, or the plan was refused."""
+    """Return False if a ubatch was refused, or a stream of its rows has changed since planning."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(
         lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before

@@ -115,8 +115,9 @@ def seq_cp(
     The result `ok` `[]` bool is one flag for all targets. If `ok` is False, the cache is unchanged.
 
     - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
-    - `ok` is False if no recurrent state is stored at the end of the range.
-    - `ok` is False if the next token of a target would attend to an evicted cell.
+    - With recurrent states, `ok` is False if no state is stored at the last position of `src` in
+      the range.
+    - With a window, `ok` is False if the next token of a target would attend to an evicted cell.
 
     Args:
       cache: any cache.
@@ -174,8 +175,8 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       cache: any cache.
       parents: id of the parent of each sequence to replace. A sequence may be its own parent.
       sequences: distinct ids of the sequences to replace. If the id or the parent is traced and out
-        of range, the sequence is unchanged and `ok` is True. If a traced id is repeated, the
-        sequence is replaced by a copy of the last of its parents that is another sequence.
+        of range, the sequence is unchanged and `ok` is True. If a traced id is repeated, parents
+        equal to the id are ignored, and the last of its other parents is used.
       donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 

@@ -60,9 +60,9 @@ def attend(
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head. Sinks only increase the denominator of the softmax.
       bias: logits that are added to the scaled and capped dot products. The output is
-        differentiable with respect to the bias. The value -inf hides a cell from a head. Other
-        values below -1.7e38 count as -1.7e38. NaN or inf makes the output of the head NaN. The bias
-        is an array or a function:
+        differentiable with respect to the bias. The value -inf hides a cell from a token in one
+        head. Other values below -1.7e38 count as -1.7e38. NaN or inf for a visible cell makes the
+        output of the token in this head NaN. The bias is an array or a function:
 
         - An array of floats with four dimensions that broadcast to `[R, T, H, N]`, for all N cells.
         - A function of three int32 arrays: query positions, cell positions and head numbers. The
@@ -75,8 +75,8 @@ def attend(
         limits how far ahead a token attends. The output of a token is NaN if the token would attend
         to tokens of a later ubatch; use a larger `ubatch_size`.
       visible_until: the highest position that each token attends to; by default the position of the
-        token. A window is measured from the position of the token. The output is NaN if the ubatch
-        ends before the highest position that the token attends to.
+        token. A window is measured from the position of the token. The output of a token is NaN if
+        the token would attend to positions after the last token of its sequence in the ubatch.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
 
@@ -204,9 +204,9 @@ def read_kv(
 
     `read_kv` groups the tokens of the ubatch into P lists. All tokens of a list are in one stream,
     and the result has the keys and values of all cells of this stream. If S is 1, or if each row r
-    of the ubatch has the tokens of sequence r, a list contains the tokens of all rows in a stream.
-    Otherwise, each row is a list. Reshape queries and their positions to `[P, T, ...]`; P and T are
-    the first two sizes of the mask.
+    of the ubatch has the tokens of sequence r, there is one list for each stream. Otherwise, there
+    is one list for each row. Reshape queries and their positions to `[P, T, ...]`; P and T are the
+    first two sizes of the mask.
 
     Args:
       cache: a cache to which the ubatch was applied. The keys and values of the ubatch must already
@@ -227,9 +227,10 @@ def read_kv(
         are masked for all tokens by zeros.
       - Unless the ubatch is stale, the mask is False for padding and for tokens of a refused plan.
       - If the ubatch is stale for a stream, or not applied, all mask entries of the stream are
-        True, and all keys of the stream are NaN. All keys of a list are also NaN if an applied
-        ubatch of the list's stream was not written to the layer, or if a token of the list attends
-        to later tokens that are not written yet (`causal=False`, `visible_until`).
+        True, and all keys of the stream are NaN.
+      - All keys of a list are NaN if an applied ubatch of the list's stream was not written to the
+        layer. All keys of a list are also NaN if one of its tokens would attend to later tokens
+        that are not written yet (`causal=False`, `visible_until`).
 
     Raises:
       ValueError: If no attention layer has the layer number, or `visible_until` is not `[R, T]`.
@@ -277,7 +278,8 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       A dict from the name of each state to the states of all rows, in the dtype of the spec. A
       state is zero for a sequence without a stored state, for padding, and for a refused plan.
       States are NaN (integers: the lowest value) for a stale ubatch. States are also NaN if the
-      layer did not write the states of the previous ubatch, or has overwritten these states.
+      layer did not write the states of the previous ubatch, or if `write_states` for this
+      ubatch has already overwritten these states.
 
     Raises:
       ValueError: If the ubatch is for another `TableSpec`, even if the cache has no states.
@@ -304,7 +306,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
 def write_states(
     cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, Shaped[Array, "R ..."]]
 ) -> Cache:
-    """Write the recurrent states after each of the last E + 1 tokens of each row of a ubatch.
+    """Write the last E + 1 recurrent states of each row of a ubatch into a layer.
 
     E is the argument `max_rollback` of `make_cache`. A layer writes the states of a ubatch once; a
     second write has no effect. No state is written for padding, for a refused plan, or for a ubatch

@@ -60,7 +60,8 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     Args:
       cache: any cache.
       max_moves: largest number of runs of neighbouring cells to move in each stream; None means no
-        limit. With tiled placement, all runs of the last tile are moved, even above the limit.
+        limit. With tiled placement, a tile is never moved in part: if one run of the tile is within
+        the limit, all runs of the tile are moved.
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`

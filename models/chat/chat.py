@@ -3,8 +3,8 @@
 Each conversation has a sequence of the cache. All conversations share the cells of one stream, so a
 fork copies no cells. The remaining sequences belong to a prefix store
 (`jaxkv.serving.PrefixStore`). The store contains prefixes of conversations, such as all tokens
-before a turn. If the cache cannot roll back a conversation, the conversation gets the tokens of a
-stored prefix. Conversations with a common prefix use the same stored prefix.
+before a turn. If the cache cannot roll back a conversation, the cached tokens of the conversation
+are replaced by a stored prefix. Conversations with a common prefix use the same stored prefix.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Spent:
     """Time and numbers of tokens of the last answer.
 
     prompt_tokens: number of tokens that were computed before the answer.
-    prompt_seconds: time before the answer.
+    prompt_seconds: time from the call of `Speaker.answer` to the beginning of the answer.
     answer_tokens: number of tokens of the answer, including the stop token.
     answer_seconds: time of the answer.
     removed_tokens: number of tokens that `models.chat.room.slide` removed to free cells.
@@ -120,7 +120,7 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
     """Replace the cached tokens of the current conversation by a stored prefix if it is longer.
 
     `recall` uses the longest stored prefix of the first `length` tokens of the conversation.
-    Returns the chat, and the reason why the prefix store has no longer prefix.
+    Returns the chat, and the reason why not more tokens were found in the prefix store.
     """
     conversation = chat.now
     # `fork` never reuses the last token of a prompt, so the prompt has one more token.

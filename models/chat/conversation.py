@@ -1,7 +1,7 @@
 """A conversation as an immutable value: turns and tokens.
 
 The cache stores the first tokens of a conversation. The number of these tokens is stored only in
-the cache. The remaining tokens are computed in the next turn. Each token is computed once.
+the cache. The remaining tokens are computed in the next turn. Cached tokens are not computed again.
 """
 
 from collections.abc import Sequence

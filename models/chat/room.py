@@ -41,10 +41,11 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
 def slide(chat: Chat) -> Chat:
     """Remove the oldest turns of the current conversation, by a context shift.
 
-    The tokens before the first message stay in the cache. Of the other tokens, those from the first
-    message that begins in the newer half stay; if no message begins there, the newer half stays.
-    The texts of all turns stay in the conversation. All stored prefixes are evicted if positions of
-    cells change, since prefixes may share these cells. The chat is unchanged after an exception.
+    The tokens before the first message stay in the cache. If messages begin in the newer half of
+    the other tokens, the first of these messages and all later tokens stay. Otherwise, the newer
+    half stays. The texts of all turns stay in the conversation. All stored prefixes are evicted if
+    positions of cells change, since prefixes may share these cells. The chat is unchanged after an
+    exception.
 
     Raises:
       ChatError: If the cache has recurrent states.
@@ -75,7 +76,7 @@ def slide(chat: Chat) -> Chat:
 
 
 def cut_of(conversation: Conversation) -> int:
-    """Return the index of the first token after the instructions that the function `slide` keeps.
+    """Return the index of the first token after the tokens that the function `slide` removes.
 
     >>> from models.text.turns import Frame
     >>> one = Conversation(sequence=0, frame=Frame(keep=2, closing=1))

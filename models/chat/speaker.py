@@ -141,8 +141,8 @@ class Speaker:
         Args:
           chat: chat with at least one turn in the current conversation.
           attempt: number of earlier answers to the same message.
-          on_read: called after each forward pass of a long message, with the number of computed
-            tokens and the total number of tokens to compute.
+          on_read: called after each forward pass of the message, with the number of computed tokens
+            and the total number of tokens to compute, if the total exceeds `ubatch_size`.
           on_text: called with each new piece of the answer.
           stopped: called before each forward pass of the message, and between pieces of the answer.
             If `stopped` returns True, the answer ends.
@@ -297,15 +297,16 @@ class Speaker:
 
 
 def marks_of(chat: Chat) -> list[int]:
-    """Return the lengths of the prefixes of the current conversation to store.
+    """Return the lengths of the prefixes to store for the current conversation.
 
     The first prefix is the instructions, since other conversations begin with them. The second
     prefix is all tokens except the last, since another answer to the same message begins with the
     computation of the last token. If `slide` removed tokens, only the first prefix is stored.
 
     Prefixes that are already cached are left out. If the cache has states, a forward pass must end
-    at the end of each stored prefix. Therefore a prefix is also left out if it adds at most `SHORT`
-    tokens to the cached tokens or to the first prefix.
+    at the end of each stored prefix. To avoid short passes in such a cache, a prefix is also left
+    out if it is at most `SHORT` tokens longer than the cached tokens, or than the first prefix if
+    the first prefix is stored.
     """
     conversation, marks, before = chat.now, [], chat.num_cached
     for mark in (
