@@ -112,12 +112,13 @@ def seq_cp(
     Recurrent states of a target are replaced if `src` has tokens in the range, or if the target is
     in another stream. The encoder source of a target is replaced unless the range is empty.
 
-    The result `ok` `[]` bool is one flag for all targets. If `ok` is False, the cache is unchanged.
+    The result `ok` `[]` bool is one flag for all targets. In these cases, `ok` is False, and the
+    cache is unchanged:
 
-    - With 1 < S < Q, `ok` is False if the stream of a target has too few free cells.
-    - With recurrent states, `ok` is False if no state is stored at the last position of `src` in
-      the range.
-    - With a window, `ok` is False if the next token of a target would attend to an evicted cell.
+    - With 1 < S < Q, the stream of a target has too few free cells.
+    - With recurrent states, no state is stored at the last position of `src` in the range.
+    - With a window, the next token of a target would attend to an evicted cell.
+    - The last position of a target would differ between the parts of a hybrid cache.
 
     Args:
       cache: any cache.
