@@ -55,7 +55,7 @@ def attend(
       k: keys, already rotated by the rope of the layer. `attend` casts keys and values to the dtype
         of the cache. If `k` and `v` are omitted, no key is written, and the tokens attend to the
         keys that are already in the layer.
-      v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
+      v: values; None if `value_dim` of the spec is a slice, so that values are parts of the keys.
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head. Sinks only increase the denominator of the softmax.
@@ -161,7 +161,7 @@ def write_kv(
       ubatch: the tokens whose keys and values are written; `[R, T]` is the shape of `ubatch.valid`.
       k: keys, already rotated by the rope of the layer. `write_kv` casts keys and values to the
         dtype of the cache.
-      v: values; None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
+      v: values; None if `value_dim` of the spec is a slice, so that values are parts of the keys.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.

@@ -176,7 +176,7 @@ def warm_up(
     Raises:
       ValueError: If no sequence id is given, or an id is not in the cache.
       ValueError: If `ubatch_size` or `longest` is below 1.
-      ValueError: If the argument `ubatch_size` exceeds the `ubatch_size` of the cache.
+      ValueError: If `ubatch_size` exceeds the limit of the cache, see `init_batch`.
 
     Examples:
       >>> compiled = []

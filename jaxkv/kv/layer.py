@@ -193,8 +193,8 @@ def _check_kv(
         if (k is None) != (v is None):
             alone = "keys" if v is None else "values"
             raise TypeError(
-                f"expected both keys and values, or neither, got only {alone}; pass both to write, "
-                "neither to attend only"
+                f"expected both keys and values, got only {alone}; pass both, or neither to attend "
+                f"without a write"
             )
         entries = (("k", "D", k, head_dim), ("v", "Dv", v, values))
     new_kv = ()

@@ -65,7 +65,7 @@ def inspect(source: Source) -> SnapshotInfo:
       ImportError: If the package safetensors is not installed.
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
       ValueError: If the file is not a snapshot, has another version, or has a damaged description.
-        Only `load` detects damaged arrays.
+        Only `load` compares checksums of arrays.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
