@@ -60,7 +60,7 @@ def all_kept(layers: Sequence[Layer]) -> list[tuple[int, Kept]]:
 
 
 def attending(layers: Sequence[Layer]) -> list[Attends]:
-    """Return the cached keys and values of all attention layers."""
+    """Return the descriptions of all attention layers."""
     return [kept for _, kept in all_kept(layers) if isinstance(kept, Attends)]
 
 

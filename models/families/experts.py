@@ -16,7 +16,7 @@ class Router(Protocol):
     """Module of a model family that selects experts."""
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select k experts for each of n tokens; return float32 factors and ids, `[n, k]` each."""
+        """Select k experts for each of n tokens; return `[n, k]` factors, float32, and `[n, k]` ids."""
         ...
 
 

@@ -116,17 +116,17 @@ class Heads(Protocol):
 class Attention(nnx.Module):
     """Attention over the cache, with projections of queries, keys, values and outputs.
 
-    Weights are grouped by key/value head, so that a mesh can split them. The weights `qkv`,
-    `[K, (G + 2) * D, width]`, have D rows for each of G = H / K query heads, then D rows for the
-    key, then D rows for the value of a key/value head. The weights of the output projection are
-    `[width, H * D]`, with query heads in the order of `qkv`.
+    Weights are grouped by key/value head, so that a mesh can split them. The weights `qkv` are
+    `[K, (G + 2) * D, width]`, with G = H / K. For each key/value head, they have D rows for each of
+    its G query heads, then D rows for the key, then D rows for the value. The weights of the output
+    projection are `[width, H * D]`, with query heads in the order of `qkv`.
 
     layer: layer number in the cache.
     rope: rotary embedding of queries and keys; None for no rotation.
     bias: whether `qkv` has biases.
     output_bias: whether `output` has a bias.
-    norm: function that makes a norm, given the size of a vector. It makes one norm for queries and
-      one for keys. None for no norms.
+    norm: function that makes a norm, given the size of a vector. The function is called once for
+      queries and once for keys. None for no norms.
     joint_norms: whether all query heads of a token are normalised as one vector, and all key heads
       of the token as another.
     scale: factor of query-key products; None for 1 / sqrt(D).

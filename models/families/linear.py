@@ -40,11 +40,11 @@ def _on_cpu(rows: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the result of `_plain`, computed in a form that is fast with XLA on CPUs.
 
     XLA divides the rows of the first factor among the CPU cores. Float32 weights are therefore the
-    first factor if there are at most `FEW` rows; a barrier prevents XLA from swapping the factors.
-    If the weights have another dtype, XLA would convert all of them before a product with a single
-    row, so a single row is duplicated. XLA would transpose weights of three dimensions for each
-    product, so all dimensions of the weights but the last are merged. They are not merged if there
-    are several devices, because a mesh may split any dimension.
+    first factor if the argument `rows` has at most `FEW` rows; a barrier prevents XLA from swapping
+    the factors. If the weights have another dtype, XLA would convert all of them before a product
+    with a single row, so a single row is duplicated. XLA would transpose weights of three
+    dimensions for each product, so all dimensions of the weights but the last are merged. They are
+    not merged if there are several devices, because a mesh may split any dimension.
     """
     count = rows.shape[0]
     if weights.dtype == jnp.float32 and count <= FEW:

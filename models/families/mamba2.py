@@ -279,7 +279,7 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
 
 
 def recurs(sizes: Sizes, dtype: Any) -> Recurs:
-    """Return the states of a mixer: the last inputs of its convolutions, and its SSM state."""
+    """Return a description of a mixer's states: last inputs of its convolutions, and SSM state."""
     return Recurs(
         states={
             "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.inner), dtype),

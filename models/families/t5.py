@@ -309,7 +309,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return all layers of the cache: self-attention layers first, then cross-attention layers."""
+    """Return descriptions of the cache's layers: first self-attention, then cross-attention."""
     del dtype
     sizes = dict(kv_heads=config.heads, head_dim=config.head_dim)
     return [Attends(rope=None, **sizes)] * config.layers + [CrossAttends(**sizes)] * config.layers

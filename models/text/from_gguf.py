@@ -24,7 +24,7 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str) -> list:
-    """Return pre-tokenizers of newer byte-level vocabularies; `digits` is a regex for digits."""
+    """Return the pre-tokenizers of Qwen 2, Llama 3 and others; `digits` is a regex for digits."""
     letters = rf"{_BEFORE}\p{{L}}+"
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
     return _split(_EITHER_CASE, letters, digits, signs, _SPACES)

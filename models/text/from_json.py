@@ -17,8 +17,8 @@ from models.text.tokenizer import Tokenizer
 def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """Build the tokenizer of a Hugging Face folder.
 
-    The tokens that begin and end a sequence are read from `tokenizer_config.json`. If it lacks one
-    of them, or the vocabulary does not contain it, the id is read from the argument `config`
+    The tokens that begin and end a sequence are read from `tokenizer_config.json`. If a
+    token is missing in this file or in the vocabulary, its id is read from the argument `config`
     (`bos_token_id`, `eos_token_id`).
     """
     path = folder / "tokenizer.json"

@@ -56,7 +56,7 @@ class Tokenizer:
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Ids of the tokens that end a turn or a text: `eos`, and names such as "<|im_end|>"."""
+        """Ids of the tokens that end a turn or a text: `eos`, and tokens such as "<|im_end|>"."""
         ids = {self.control[name] for name in _ENDS & self.control.keys()}
         return frozenset(ids if self.eos is None else ids | {self.eos})
 

@@ -29,11 +29,11 @@ class Frame:
     """Numbers of tokens that a template adds to a conversation.
 
     The template adds tokens A before the text of the first user message, and tokens B between an
-    answer and the text of the next user message. The last tokens of A that are equal to the last
-    tokens of B, such as `<|im_start|>user`, are not counted.
+    answer and the text of the next user message. The longest common ending of A and B, such as
+    `<|im_start|>user`, is not included in the numbers.
 
-    keep: number of tokens of A that are counted: `bos` and instructions.
-    closing: number of tokens of B that are counted: the end of the answer.
+    keep: number of tokens of A before this ending: `bos` and instructions.
+    closing: number of tokens of B before this ending: the end of the answer.
     """
 
     keep: int
@@ -70,7 +70,7 @@ def tokens_of_turn(tokenizer: Tokenizer, messages: Messages) -> list[int]:
     Args:
       tokenizer: tokenizer with a chat template.
       messages: messages of the conversation, with the new message last. If an answer precedes the
-        new message, the tokens begin with the template's end of that answer, not with a stop token.
+        new message, the tokens begin with those that the template adds after that answer.
 
     Raises:
       ModelError: If the tokenizer has no template, or the template rejects the messages.

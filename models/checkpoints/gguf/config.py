@@ -126,8 +126,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
 def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any]:
     """Return the rope scaling in Hugging Face's form.
 
-    GGUF files of Llama 3.1 and later contain D/2 divisors of the frequencies instead of the
-    "llama3" rule. Such divisors are returned as `{"rope_type": "factors", "factors": [...]}`.
+    GGUF files of Llama 3.1 and later have one divisor for each of the D/2 frequencies instead of
+    the "llama3" rule. The divisors are returned as `{"rope_type": "factors", "factors": [...]}`.
     """
     kind, name = get(f"{arch}.rope.scaling.type"), f"{arch}.rope.scaling.factor"
     factor = get(name) or get(f"{arch}.rope.scale_linear")  # key of older files

@@ -52,7 +52,7 @@ _LAYER = {
 def plain(name: str, arch: str) -> str | None:
     """Return the Hugging Face name of a GGUF tensor; None for an unknown name.
 
-    If the tensor is one half of a Hugging Face tensor, the name ends in `.gate` or `.up`.
+    If the tensor is one half of a Hugging Face tensor, the returned name ends in `.gate` or `.up`.
     """
     del arch
     found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)

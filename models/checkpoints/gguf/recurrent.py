@@ -1,9 +1,9 @@
 """GGUF files of recurrent models: Mamba-2, Granite 4, LFM2 and Falcon-H1.
 
 GGUF files contain negative decay rates, where Hugging Face has the logarithms of decay rates
-(`A_log`). Vectors have a second dimension, and convolutions have one dimension less. The gate and
-the up projection of Granite 4 are two tensors (one tensor in Hugging Face's form). The multipliers
-of a Falcon-H1 config are already in the weights.
+(`A_log`). Compared to Hugging Face's form, some vectors have a second dimension, and weights of
+convolutions have one dimension less. The gate and the up projection of Granite 4 are two tensors
+(one in Hugging Face's form). The multipliers of a Falcon-H1 config are already in the weights.
 """
 
 import re
@@ -126,7 +126,7 @@ _LAYER = {
 def plain(name: str, arch: str) -> str | None:
     """Return the Hugging Face name of a GGUF tensor; None for an unknown name.
 
-    If the tensor is one half of a Hugging Face tensor, the name ends in `.gate` or `.up`.
+    If the tensor is one half of a Hugging Face tensor, the returned name ends in `.gate` or `.up`.
     """
     found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if found is None:
