@@ -16,7 +16,10 @@ class Router(Protocol):
     """Module of a model family that selects experts."""
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select k experts for each of n tokens; return `[n, k]` factors, float32, and `[n, k]` ids."""
+        """Select k experts for each of n tokens; return the factors and the ids, `[n, k]` each.
+
+        The factors are float32.
+        """
         ...
 
 
