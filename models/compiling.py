@@ -15,10 +15,10 @@ from jaxkv.generation.model_step import compiled_step
 def lower_steps(
     model: Any, cache: Any, plans: Sequence[jaxkv.Plan]
 ) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
-    """Lower the programs that prefill plans need; plans with equal shapes share programs.
+    """Lower a program for each ubatch of the plans; ubatches of equal shapes share a program.
 
-    Returns functions that compile the programs, as jobs for `compile_all`. Also returns one array
-    of zeros for each plan, which has the shape of the logits that the plan outputs.
+    Returns functions that compile the programs, as jobs for `compile_all`. Also returns, for each
+    plan, an array of zeros with the shape of the plan's logits.
     """
     step, jobs, blanks = compiled_step(model.forward), [], {}
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:

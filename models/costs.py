@@ -44,7 +44,7 @@ class Costs:
       absent option.
     parts: memory of each kind of layer.
     splits: names of the arrays that each mesh axis splits.
-    whole: for each reason for replication, the bytes of the params that are replicated for it.
+    whole: bytes of the replicated params, by the reason for replication.
     """
 
     mesh: Mapping[str, int]
@@ -97,7 +97,7 @@ def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
 def most_sequences(
     model: Model, *, room: int, length: int | None, streams: int, **sizes: Any
 ) -> int:
-    """Return how many sequences fit if each device has `room` bytes, also for the params.
+    """Return how many sequences fit if each device has `room` bytes for params and cache.
 
     The argument `length` is the number of tokens of each sequence. It is None if the size of the
     cache does not depend on this number. All streams have the same number of sequences.
@@ -123,13 +123,13 @@ def most_sequences(
 
 
 def whole_cells(model: Model, tokens: int) -> int:
-    """Round a number of tokens up to a multiple of the number of devices along `cells` axes."""
+    """Round a number of tokens up to a multiple of the number of devices that split cells."""
     devices = model.rules.devices(model.mesh, "cells")
     return -(-tokens // devices) * devices
 
 
 def whole_bytes(model: Model) -> dict[str, int]:
-    """Return a dict from each reason for replication to the bytes of the replicated params."""
+    """Return the bytes of the replicated params, by the reason for replication."""
     bytes_of, why = Counter[str](), model.whole_weights()
     for path, array in jax.tree_util.tree_leaves_with_path(model.params):
         if reason := why.get(name_of(path)):

@@ -15,8 +15,9 @@ def fingerprint(model: Model) -> dict[str, Any]:
     """Return an identity of a model for `jaxkv.snapshot`, as JSON values.
 
     The identity contains the architecture, the dtype, and one digest of the config and the
-    params. For each param, the digest covers the name, the shape, the dtype and the first vector.
-    It also covers all fields of the config except `implementation`.
+    params. For each param, the digest covers the name, the shape, the dtype, and the values at
+    index 0 of all axes except the last. It also covers all fields of the config except
+    `implementation`.
     """
     found = hashlib.sha256()
     sizes = asdict(model.config)

@@ -123,10 +123,10 @@ class Model:
           dtype: dtype of the cache. The default is `cache_dtype` of the model or, if this is None,
             the dtype of the params. An 8-bit dtype, such as "int8", applies to keys and values
             only; recurrent states then have the dtype of the params.
-          options: the arguments `cells`, `source_cells`, `max_rollback` and `full_windows`, which
-            `models.families.caches.options_of` describes, and `sequences`, `streams` and other
-            arguments of `jaxkv.make_cache`. On a mesh that splits cells, the default `placement` is
-            striped.
+          options: other arguments of `jaxkv.make_cache`, such as `sequences` and `streams`. The
+            arguments `cells`, `source_cells`, `max_rollback` and `full_windows` are described in
+            `models.families.caches.options_of`. On a mesh that splits cells, the default
+            `placement` is striped.
         """
         return self._maker(dtype, options)(
             mesh=self.mesh, sharding_rules=None if self.mesh is None else self.rules
@@ -260,7 +260,7 @@ def load_shapes(
 ) -> Model:
     """Load a model without weights, to inspect sizes and compile programs.
 
-    A folder needs only `config.json`, and only this file of a hub id is downloaded.
+    A folder needs only `config.json`, and for a hub id only `config.json` is downloaded.
 
     Args:
       name_or_path: name or path of the model, as in `load`.

@@ -131,7 +131,7 @@ class Run:
         return self.begin(cache, logits, limit=self.options.max_tokens)
 
     def begin(self, cache: Any, logits: jax.Array, *, limit: int) -> generation.DecodeResult:
-        """Copy each prompt to the sequences of its other texts; sample each text's first token."""
+        """Copy each prompt from its first sequence to its others; sample the first tokens."""
         samples = self.options.samples
         if samples > 1:
             for first in range(0, len(self.texts), samples):

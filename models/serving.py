@@ -25,7 +25,7 @@ FINISH: dict[serving.FinishReason, Finish] = {
 class TooLongError(ValueError):
     """Error if the cache is too small for a prompt with its text.
 
-    enough: number of cells for each stream with which this error does not occur.
+    enough: value of the argument `cells` with which this error does not occur.
     """
 
     def __init__(self, message: str, enough: int):
@@ -45,9 +45,8 @@ class Serving:
       max_tokens: largest number of tokens of a text.
       cells: number of cells of each stream. The default is enough for the longest prompts that can
         run at once, with their texts.
-      ubatch_size: largest number of prompt tokens computed at once. The default is 128. If the
-        longest prompts that can run at once have fewer tokens together, the default is this number
-        of tokens, rounded up to a power of two.
+      ubatch_size: largest number of prompt tokens computed at once. The default is the total number
+        of tokens in the `sequences` longest prompts, rounded up to a power of two, but at most 128.
       streams: "split" for one stream for each sequence, "unified" for one stream for all sequences.
 
     Raises:

@@ -15,7 +15,7 @@ with NaN or +inf, or an interrupt."""
 def finish_of(reason: int) -> Finish:
     """Return why a text ended, from the text's value in the field `reason` of `DecodeState`.
 
-    A text must not be passed if it ended with a stop token or at the limit of tokens: the field
+    The result is wrong for a text that ended with a stop token or at the limit of tokens: the field
     does not contain these reasons.
     """
     others: dict[int, Finish] = {

@@ -212,8 +212,8 @@ def complete(
       each layer. `sliding_window` is None if `use_sliding_window` is False.
     - `intermediate_size` is the width of the feed-forward tensors. For LFM2 files it is computed
       from several keys.
-    - `tie_word_embeddings` is True if there is no tensor `lm_head.weight`, or if the key is True
-      (the key of T5 files is ignored).
+    - `tie_word_embeddings` is True if there is no tensor `lm_head.weight`, or if it is True in the
+      file. The value in a T5 file is ignored.
     - Missing `attention_bias`, `mamba_rms_norm` and `vocab_size` are inferred from the tensors.
 
     Args:

@@ -26,7 +26,7 @@ def open_checkpoint(
     Args:
       name_or_path: name or path of the model, as listed above.
       weights: if False, the tensors of a folder are not opened. A folder then needs only
-        `config.json`, and only this file of a hub id is downloaded.
+        `config.json`, and for a hub id only `config.json` is downloaded.
 
     Raises:
       ModelError: If the model does not exist, or the format is not supported.

@@ -39,7 +39,7 @@ def lift_rope(config: dict[str, Any], source: str) -> None:
     scaling, otherwise a dict with the key `rope_type`.
 
     Raises:
-      ModelError: If a value is out of range, or the scaling rule does not use a value.
+      ModelError: If a value is out of range, or its key is not allowed for the given `rope_type`.
       ModelError: If two places in the file have different values of a parameter.
     """
     said = [(name, key, config[name]) for name, key in _BESIDE.items() if name in config]

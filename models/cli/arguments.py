@@ -283,7 +283,7 @@ def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
 
 
 def add_cache(add: Callable[..., Any]) -> None:
-    """Add the options of the cache; the mode replaces the value None by its own default."""
+    """Add the cache options; an absent option is None, and each mode has its own default."""
     add(
         "--sequences",
         type=whole(1, 2**16),

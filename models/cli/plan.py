@@ -94,8 +94,8 @@ def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
 def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | None, str]:
     """Return the costs on a mesh that splits all heads, and advice.
 
-    The costs are None if the current mesh does not replicate heads, or if no mesh splits the heads.
-    The advice is "" unless no mesh splits the heads.
+    If the current mesh does not replicate heads, returns None and "". If no mesh that splits the
+    heads is found, returns None and a message.
     """
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""

@@ -22,8 +22,8 @@ class Answer:
     advice: message if no mesh splits the heads; "" otherwise.
     room: bytes of memory of each device; None if unknown.
     here: whether `--room` is absent. If so, `room` is the memory of a local device, or None.
-    length: number of tokens of each sequence, for the number `most`; None if the size of the cache
-      does not depend on the number of tokens.
+    length: number of tokens of each sequence, assumed for `most` and for the bytes of a sequence;
+      None if `--length` and `--cells` are absent, and no layer has full attention.
     most: number of sequences that fit if each device has `room` bytes; None if `room` is None.
     """
 
@@ -78,7 +78,7 @@ def splits(costs: Costs) -> Iterator[str]:
 
 
 def whole(costs: Costs) -> Iterator[str]:
-    """Yield a heading, and for each reason of replication the bytes of the replicated params."""
+    """Yield a heading and lines with the bytes of replicated params, by reason for replication."""
     yield "weights that the mesh does not split"
     for reason, size in costs.whole.items():
         yield f"{size:>16,} bytes: {reason}"

@@ -39,7 +39,7 @@ def note_summary(parts: Sequence[str], nbytes: int, compiles: int) -> None:
 
 
 def note_shares(model: Model) -> None:
-    """Print the bytes of params on each device, and for each reason those of replicated params."""
+    """Print the bytes of params on each device, and the bytes of replicated params by reason."""
     share = sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.tree.leaves(model.params)

@@ -10,8 +10,8 @@ from models.cli.screen import note
 def read_sampling(args: argparse.Namespace, *, beams: bool = False) -> tuple[dict[str, Any], int]:
     """Return the options of `make_sampler` (empty for greedy sampling) and the seed.
 
-    If the temperature is 0, prints the names of the given options, which then have no effect. The
-    argument `beams` is True if the message shall name beam search as the reason.
+    At temperature 0, sampling options have no effect, and a note names the options that are given.
+    The note gives `--beams` as the reason if `beams` is True, otherwise the temperature.
     """
     choices = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     options = SAMPLING | choices
