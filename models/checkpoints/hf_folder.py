@@ -73,7 +73,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
-    """Return the ids under the key `eos_token_id` in all `configs`; a value may be a list of ids."""
+    """Return the ids under the key `eos_token_id` in `configs`; a value may be a list of ids."""
     ends: set[int] = set()
     for config in configs:
         found = config.get("eos_token_id")
