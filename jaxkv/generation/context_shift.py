@@ -182,7 +182,7 @@ def _context_shift_table(
     num_keep: Int32[Array, ""],
     num_discard: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Bool[Array, ""]]:
-    """Return the table after `context_shift`, a plan that rotates keys, and the flag `ok`."""
+    """Return the new table, a plan that rotates its keys, and the flag `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= next_position - num_keep)
     moves = jnp.where(ok, num_keep + num_discard, 0)
@@ -201,7 +201,7 @@ def _self_extend_table(
     group: Int32[Array, ""],
     width: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], Bool[Array, ""]]:
-    """Return the table after `self_extend`, a plan that rotates keys, `grouped` and `ok`."""
+    """Return the new table, a plan that rotates its keys, `grouped` and `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)

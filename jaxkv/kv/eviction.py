@@ -91,10 +91,10 @@ def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the positions of the sequences with the local id `local`, and their owner words.
+    """Return the position of each cell, `[S, N]`, and the owner words of a local id, `[W]`.
 
-    The positions are `[S, N]`; EMPTY for cells that the sequence of a stream does not own. The
-    words, `[W]`, have only the bit of `local` set.
+    Positions are EMPTY in cells that the sequence with this local id does not own. Only the bit of
+    `local` is set in the words.
     """
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)

@@ -125,7 +125,7 @@ def default_lanes(devices: int | None = None, platform: str | None = None) -> in
 def choose_heads_per_row(
     lanes: int, heads: Sequence[HeadSizes], dtype: jnp.dtype, devices: int
 ) -> int:
-    """Return how many heads share a row of `lanes` numbers; the result divides all `kv_heads`.
+    """Return how many heads share a row of `lanes` numbers, a divisor of each `kv_heads`.
 
     >>> sizes = [HeadSizes(kv_heads=8, head_dim=64, values=64)]
     >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]

@@ -1,10 +1,10 @@
 """DeepSeek V2 and V3: multi-head latent attention (MLA) and experts.
 
-The keys and values of all heads are linear functions of one vector for each token, the latent. The
-cache stores the latent and a few rotated numbers as one key head; the value is a slice of the key.
-Queries, instead of latents, are multiplied by the matrix that computes keys. Outputs of attention,
-instead of latents, are multiplied by the matrix that computes values. In this form (the absorbed
-form) a step reads each latent once for all heads.
+Each token has one vector, the latent. The keys and values of all heads are linear functions of it.
+The cache stores the latent and a few rotated numbers as one key head; the value is a slice of the
+key. Queries, instead of latents, are multiplied by the matrix that computes keys. Outputs of
+attention, instead of latents, are multiplied by the matrix that computes values. In this form (the
+absorbed form) a step reads each latent once for all heads.
 """
 
 from dataclasses import dataclass, replace

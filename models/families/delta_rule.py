@@ -46,8 +46,8 @@ def scan_gated_delta(
       log_decay: logarithms of decays, 0 at padding.
       beta: factors of the differences between values and `k @ state`, 0 at padding.
       state: state before the first token of each row.
-      counts: number of tokens of the row that each returned state includes, as in
-        `Ubatch.state_write_steps`.
+      counts: for each returned state, the number of tokens of its row that the state includes, as
+        in `Ubatch.state_write_steps`.
       chunk: number of tokens of a chunk.
 
     Returns:

@@ -1,7 +1,7 @@
 """Active tiles: the tiles of cells that a loop or a kernel reads for a block of tokens.
 
 A tile is active for a block if a token of the block attends to a cell of the tile. M is the number
-of pairs of a block of tokens and a tile. `ActiveTiles.tiles` has M entries, however many tiles are
+of all pairs (block of tokens, tile). `ActiveTiles.tiles` has M entries, however many tiles are
 active, so its size is static. The tiles of `jaxkv.kv.tiles` are smaller.
 """
 

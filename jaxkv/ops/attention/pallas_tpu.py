@@ -2,7 +2,7 @@
 
 A line of memory has 128 lanes. If the head size is a multiple of 128, the lanes of a line store 128
 dimensions of one cell. Otherwise, the lanes of a line store one dimension of 128 neighbouring
-cells. M is the number of pairs of a block of tokens and a tile.
+cells. M is the number of all pairs (block of tokens, tile).
 """
 
 from __future__ import annotations
