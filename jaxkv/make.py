@@ -77,7 +77,8 @@ def make_cache(
         - "striped:n" divides a stream into n runs of N / n cells, and takes cells from one run
           after the other, up to 64 at a time.
         - "tiled" gives a sequence whole empty tiles of at most 64 cells. If no tile is empty, the
-          sequence gets any free cells. N must be a multiple of 64, or below 256.
+          sequence gets any free cells. N below 256 may be any number; a larger N must be a
+          multiple of 64.
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
         values. All layers must have equal sizes. `attend`, `write_kv` and `read_kv` then accept a

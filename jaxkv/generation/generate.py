@@ -88,8 +88,9 @@ def generate(
 
     Returns:
       A `DecodeResult` for Z = P * num_samples sequences, as from `decode`: `lists()` returns the
-      tokens, and `tokens` is `[Z, max_new_tokens]` int32 with -1 as padding. A sequence ends with
-      `jaxkv.Reason.OUT_OF_CELLS` in `finish_reason` if no cell is free for the next token.
+      tokens, and `tokens` is `[Z, max_new_tokens]` int32 with -1 as padding. A stop token is
+      included. A sequence ends with `jaxkv.Reason.OUT_OF_CELLS` in `finish_reason` if no cell is
+      free for its last token, which is included too.
 
     Raises:
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.

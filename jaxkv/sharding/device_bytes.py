@@ -89,7 +89,8 @@ def device_bytes(
 
     Returns:
       A `DeviceBytes` with the bytes on each device, as ints: `table`, `buffers` and `params`; their
-      sum `total`; and `sent`. The messages in `uneven` describe placements that store a short
+      sum `total`; and `sent`, the bytes that attention sends to each device in a step of one token
+      for each sequence. The messages in `uneven` describe placements that store a short
       sequence on only some of the devices. The messages in `whole` describe streams or heads that
       are not split.
 

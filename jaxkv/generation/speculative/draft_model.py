@@ -38,11 +38,13 @@ def draft_model(
     Args:
       forward: The draft model `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Parameters of the draft model, any pytree.
-      cache: Cache of the draft model, with the prompts in the same sequences as in the cache of
-        `speculate`. With recurrent states, `max_rollback` must be at least `num_draft_tokens`.
+      cache: Cache of the draft model, with as many sequences as the main cache (the cache of
+        `speculate` or `generate`), and with the prompts in the same sequences (`prefill`). With
+        recurrent states, `max_rollback` must be at least `num_draft_tokens`.
       batch_size: Z, the number of sequences.
       num_draft_tokens: Maximum number of tokens of a draft, static.
-      num_branches: k, the number of branches, static.
+      num_branches: k, the number of branches, static. If k is above 1, both caches need at least
+        `Z * k` sequences, and several sequences in each stream.
 
     Returns:
       A drafter for `speculate`. If the cache of the draft model has too few free cells, the active
