@@ -60,8 +60,8 @@ class Engine:
         waits for at most one chunk between two tokens.
       tokens_per_step: Maximum number of tokens that a request generates before the CPU reads them.
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
-        reserved. If False, a request starts when its prompt fits; if cells run out, the youngest
-        request is preempted and recomputed later.
+        reserved. If False, a request starts when its prompt and the tokens of a step fit; if cells
+        run out, the youngest request is preempted and recomputed later.
       sampling_options: Names of the `make_sampler` options that requests can set; by default
         "temperature", "top_k", "top_p" and "min_p".
       penalty_last_n: Number of recent tokens to penalise.
