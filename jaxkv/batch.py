@@ -17,7 +17,7 @@ from jaxkv.core.array_utils import is_concrete, next_power_of_two, out_of_range_
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.core.partitioning import Partitioned, to_local_index
-from jaxkv.core.validate import check_bool, check_count, check_int32
+from jaxkv.core.validate import check_bool, check_count, check_int32, to_array
 
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Float, Int32, PyTree, Shaped, UInt32
@@ -68,6 +68,11 @@ class Batch:
         """
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
+        if fits.ndim != 1:
+            raise ValueError(
+                f"expected a list of bools [Q], as plan.fits, got the shape {fits.shape}; pass "
+                f"plan.fits of a plan of this batch"
+            )
         if xp is np:
             ids = [array for array in (self.sequences, self.shared_with) if array is not None]
             highest = max(np.max(array, initial=-1) for array in ids)
@@ -259,7 +264,7 @@ def make_batch(
         tokens = check_int32(tokens, "tokens")
         shape = tokens.shape
     else:
-        embeddings = embeddings if isinstance(embeddings, jax.Array) else np.asarray(embeddings)
+        embeddings = to_array(embeddings, "embeddings")
         if not jnp.issubdtype(embeddings.dtype, jnp.floating) or embeddings.ndim < 2:
             raise ValueError(
                 f"expected embeddings [B, d] or [R, T, d] of floats, got {embeddings.dtype} of "
@@ -317,7 +322,7 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
         )
     found = {}
     for name, value in extra.items():
-        value = value if isinstance(value, jax.Array) else np.asarray(value)
+        value = to_array(value, f"extra[{name!r}]")
         if not any(
             jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating, np.bool_)
         ):

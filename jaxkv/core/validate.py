@@ -14,7 +14,7 @@ from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 
 if TYPE_CHECKING:
-    from jaxtyping import ArrayLike, Bool, Int32, PyTree
+    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree, Shaped
 
 
 def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> int:
@@ -139,6 +139,16 @@ def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[In
     return value
 
 
+def to_array(value: PyTree, name: str) -> Shaped[Array | np.ndarray, "*n"]:
+    """Return a JAX array unchanged, and other values as a NumPy array."""
+    try:
+        return value if isinstance(value, jax.Array) else np.asarray(value)
+    except ValueError:  # NumPy raises it for rows of different lengths.
+        raise ValueError(
+            f"expected {name} as lists of one length, got {value!r:.60}; concatenate or pad them"
+        ) from None
+
+
 def check_bool(
     value: PyTree, name: str, *, or_integers: bool = True
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
@@ -146,12 +156,7 @@ def check_bool(
 
     JAX arrays stay on their device. If `or_integers` is True, untraced 0 and 1 count as flags.
     """
-    try:
-        array = value if isinstance(value, jax.Array) else np.asarray(value)
-    except ValueError:  # NumPy raises it for rows of different lengths.
-        raise ValueError(
-            f"expected {name} as lists of one length, got {value!r:.60}; concatenate or pad them"
-        ) from None
+    array = to_array(value, name)
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)
     if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
         binary = False

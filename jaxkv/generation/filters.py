@@ -80,7 +80,7 @@ class FilterSampler(Sampler):
                 )
         if not self._has_penalty:
             return ()
-        return take_last_tokens(check_int32(prompts, "prompts"), self.penalty_last_n)
+        return take_last_tokens(prompts, self.penalty_last_n)
 
     def adjust(self, logits: Float[Array, "Z V"], state: PyTree) -> Float[Array, "Z V"]:
         """Apply penalties, filters and temperature, in this order, to float32 logits."""

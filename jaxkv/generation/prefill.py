@@ -58,10 +58,10 @@ def prefill(
       - `sequences` `[n]` int32: the lowest sequence id of each output token.
       - `ok` `[]` bool and `reason` `[Q]` int32: see `Plan`.
 
-      Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
-      bit, and the logits are undefined. Inside of `jit`, `logits` and `sequences` have O rows
-      instead of n. The first n rows are those of the output tokens. The other rows are padding: in
-      these rows, `sequences` is -1.
+      Inside of `jit`, a traced plan that is refused does not raise: `ok` is False, the cache is
+      unchanged, bit for bit, and the logits are undefined. Inside of `jit`, `logits` and
+      `sequences` have O rows instead of n. The first n rows are those of the output tokens. The
+      other rows are padding: in these rows, `sequences` is -1.
 
     Raises:
       PlanRefusedError: If the batch is refused, for example because too few cells are free, see
@@ -129,7 +129,8 @@ def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: objec
         raise ValueError("expected a plan or a ubatch_size, got both; the plan is cut already")
     if is_concrete(batch, plan) and plan.ok:
         num_tokens, num_planned = (
-            sum(int(np.sum(part.valid)) for part in several) for several in ([batch], plan.ubatches)
+            sum(int(np.sum(np.asarray(part.valid))) for part in several)
+            for several in ([batch], plan.ubatches)
         )
         if num_tokens != num_planned:
             raise ValueError(
@@ -137,7 +138,10 @@ def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: objec
                 "plan this batch"
             )
     # A refused plan is never current; `prefill` raises the reason of the refusal.
-    if not is_traced(cache, plan) and plan.ok and not cache.is_current(plan.ubatches[0]):
+    if is_traced(cache, plan) or not plan.ok:
+        return
+    current = cache.is_current(plan.ubatches[0])  # traced inside of `jit`
+    if is_concrete(current) and not current:
         raise ValueError("expected a plan of this cache as it is, got a stale one; plan again")
 
 

@@ -64,7 +64,7 @@ def test_attend_and_read_kv_do_not_depend_on_lanes(name, lanes, axes):
 @pytest.mark.parametrize("head_dim, lanes", [(160, 512), (300, 256)])
 def test_rotation_of_8_bit_keys_does_not_depend_on_lanes(head_dim, lanes):
     spec = CacheSpec.attention(1, 1, head_dim, rope=jaxkv.Rope.make(2, base=10.0))
-    x = np.random.default_rng(0).normal(size=(1, 4, 1, head_dim)).astype(np.float32)
+    x = jnp.float32(np.random.default_rng(0).normal(size=(1, 4, 1, head_dim)))
     keys = {}
     for option in (1, lanes):
         cache = make_cache(spec, cells=8, dtype="int8", lanes=option)
@@ -74,7 +74,9 @@ def test_rotation_of_8_bit_keys_does_not_depend_on_lanes(head_dim, lanes):
         cache, ok = jaxkv.seq_add(cache, 0, 1, -1, delta=-1)
         cache = jaxkv.apply(cache, jaxkv.init_update(cache))
         plan = jaxkv.init_batch(cache, make_batch([5])).check()
-        keys[option] = jaxkv.read_kv(jaxkv.apply(cache, plan), 0, plan.ubatch).k
+        cache = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, plan.ubatch, x[:, :1], x[:, :1])
+        keys[option] = jaxkv.read_kv(cache, 0, plan.ubatch).k
+    assert np.isfinite(keys[lanes]).all()
     np.testing.assert_array_equal(keys[lanes], keys[1])
 
 

@@ -82,6 +82,11 @@ def _call_jax_nn(
             f"expected an implementation with softcap and sinks, got {name!r}; pass "
             f"implementation=None"
         )
+    if k.shape[3] != v.shape[3]:
+        raise ValueError(
+            f"expected keys and values of one size for {name!r}, got {k.shape[3]} and "
+            f"{v.shape[3]}; pass implementation=None"
+        )
     kv_heads, mask = k.shape[1], compute_mask(visibility)
     bias, mask = compute_bias(visibility, mask), mask[:, None]  # [P, 1, T, N]
     if bias is not None:  # Cells that the bias hides are removed from the mask of each head.
