@@ -1,5 +1,8 @@
 """The exception of this package."""
 
+import json
+from typing import Any
+
 
 class ModelError(Exception):
     """Error for a model that cannot be loaded or run; the message also says how to fix it."""
@@ -10,3 +13,17 @@ def brief(error: Exception) -> str:
     text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     lines = text.strip().splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(".")
+
+
+def brief_json(value: Any) -> str:
+    """Return a value as JSON, shortened to 60 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def unsupported(key: str, expected: str, value: Any, source: str) -> ModelError:
+    """Return the `ModelError` for a key or a value that no supported model has."""
+    return ModelError(
+        f"{source}: expected {key} {expected}, got {brief_json(value)}; such models are not "
+        "supported, so give another one."
+    )

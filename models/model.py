@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.core.partitioning import ShardingRules
-from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.open import open_checkpoint
+from models.checkpoints.tensor import Tensor
 from models.errors import ModelError
 from models.families import (
     deepseek,
@@ -221,8 +222,7 @@ def load(
       array([19556], dtype=int32)
     """
     checkpoint = open_checkpoint(name_or_path)
-    family = FAMILIES[checkpoint.architecture]
-    config = family.config_of(checkpoint)
+    family, config = family_of(checkpoint)
     if implementation is not None:
         if not hasattr(config, "implementation"):
             raise ModelError(
@@ -230,7 +230,6 @@ def load(
                 f"implementation={implementation!r}."
             )
         config = replace(config, implementation=implementation)
-    _check_layers(checkpoint)
     _check_cache(checkpoint, family, config, cache_dtype)
     sources = family.weights_of(checkpoint, config)
     checkpoint.check_all_asked()
@@ -284,8 +283,7 @@ def load_shapes(
       (1, 3, 512, 64)
     """
     checkpoint = open_checkpoint(name_or_path, weights=False)
-    family = FAMILIES[checkpoint.architecture]
-    config = family.config_of(checkpoint)
+    family, config = family_of(checkpoint)
     _check_cache(checkpoint, family, config, cache_dtype)
     forward, shapes = functional(family, config, dtype)
     return Model(
@@ -298,6 +296,23 @@ def load_shapes(
         dtype=dtype,
         cache_dtype=cache_dtype,
     )
+
+
+def family_of(checkpoint: Checkpoint) -> tuple[ModuleType, Any]:
+    """Return the family of a checkpoint, and the configuration of its model.
+
+    Raises:
+      ModelError: If there is no such family, or a setting has an effect that is not computed.
+    """
+    if checkpoint.architecture not in FAMILIES:
+        raise ModelError(
+            f"{checkpoint.source}: expected a model_type of {', '.join(FAMILIES)}, got "
+            f"{checkpoint.architecture!r}; give another model."
+        )
+    family = FAMILIES[checkpoint.architecture]
+    config = family.config_of(checkpoint)
+    checkpoint.config.check_all_asked()
+    return family, config
 
 
 def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Model:
@@ -361,18 +376,6 @@ def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef
 def name_of(path: Any) -> str:
     """Return the dotted name of a param from the param's path in the tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _check_layers(checkpoint: Checkpoint) -> None:
-    """Raise `ModelError` if the config and the tensors have different numbers of layers."""
-    config, num_layers = checkpoint.config, checkpoint.layers()
-    expected = config["num_hidden_layers"]
-    # DeepSeek V3 has further layers for multi-token prediction, which are not read.
-    if num_layers not in (expected, expected + (config.get("num_nextn_predict_layers") or 0)):
-        raise ModelError(
-            f"{checkpoint.source}: expected tensors of {expected} layers, as in its config, got "
-            f"{num_layers}; give the config of the same model."
-        )
 
 
 def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints in Hugging Face folders: `config.json` and `*.safetensors` files."""
 
+import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from models.checkpoints import mxfp4
-from models.checkpoints.checkpoint import Checkpoint, Tensor, check_numbers
-from models.checkpoints.config import complete, implied_tensors
-from models.checkpoints.keys import check_keys
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.config import Config
+from models.checkpoints.hugging_face import read_config, read_tokenizer
+from models.checkpoints.tensor import Tensor, check_numbers
 from models.errors import ModelError, brief
 from models.json_file import read_json
 from models.kinds import TOKEN, check, either, refusal, several
 
-# Prefixes of the language part in multimodal models.
-_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("model.language_model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
+_LARGER = re.compile(r"^(language_model\.model|model\.language_model|model\.text_model)\.")
+"""Beginnings of names of the language part in multimodal models."""
+_BARE = re.compile(r"(embed_tokens|embeddings|embedding_norm|final_layernorm|layers|norm|norm_f)\.")
+"""Beginnings of names in files of a model without its head."""
+_EMBEDDINGS = ("model.embed_tokens.weight", "backbone.embeddings.weight", "shared.weight")
 
 
 def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
@@ -27,118 +29,134 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
 
     If `weights` is False, the checkpoint has no tensors.
     """
+    config = read_config(folder)
     top = read_json(folder / "config.json")
-    if not top:
-        raise ModelError(
-            f"{folder} has no config.json, so it is not a Hugging Face model folder; give the "
-            "folder that contains config.json and *.safetensors, or the path of a .gguf file."
-        )
-    inner = top.get("text_config") or {}
-    if not isinstance(inner, dict):
-        raise refusal(inner, "an object", "text_config", str(folder / "config.json"))
-    config = {**top, **inner}
-    if not isinstance(config.get("model_type"), str):
-        raise ModelError(
-            f"{folder / 'config.json'} has no model_type, so its family is unknown; "
-            'add one, such as "model_type": "llama".'
-        )
-    packing = config.get("quantization_config")
+    packing = top.get("quantization_config")
     if packing and not (isinstance(packing, dict) and packing.get("quant_method") == "mxfp4"):
         raise ModelError(
             f"{folder} has weights that are packed for another program (quantization_config in "
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
-    check_keys(config["model_type"], inner or top, str(folder / "config.json"))
-    tensors = _tensors(folder, packed=bool(packing)) if weights else {}
+    base = "backbone." if config["model_type"] == "mamba2" else "model."
+    tensors = _tensors(folder, base, packed=bool(packing)) if weights else {}
     if weights:
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    else:
-        shapes = implied_tensors(config, str(folder))
+        tied = _is_tied(tensors, config)
+    else:  # for T5, `tie_word_embeddings` is always true
+        tied = config["tie_word_embeddings"] and config.get("scale_decoder_outputs", True)
+    config = config.updated(tie_word_embeddings=tied)
     generation = read_json(folder / "generation_config.json")
-    ends = _end_tokens(folder, generation, top, config)
 
     def load_tokenizer():
-        from models.text.from_json import tokenizer_from_folder
+        from models.text.from_folder import tokenizer_from_folder
 
-        return tokenizer_from_folder(folder, config)
+        return tokenizer_from_folder(read_tokenizer(folder), str(folder))
 
     return Checkpoint(
         source=str(folder),
         architecture=config["model_type"],
-        config=complete(config, shapes, str(folder)),
+        config=config,
         tensors=tensors,
-        end_tokens=ends,
+        end_tokens=_end_tokens(folder, generation) or _end_tokens(folder, top),
         load_tokenizer=load_tokenizer,
     )
 
 
-def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
-    """Return the ids under the key `eos_token_id` in `configs`; a value may be a list of ids."""
-    ends: set[int] = set()
-    for config in configs:
-        found = config.get("eos_token_id")
-        if found is None or found == []:
-            continue
-        check(found, either(TOKEN, several(TOKEN, 1000)), "eos_token_id", str(folder))
-        ends.update(found if isinstance(found, list) else [found])
-    return frozenset(ends)
+def _is_tied(tensors: Mapping[str, Tensor], config: Config) -> bool:
+    """Return whether the output head is the embedding.
+
+    A head in the file is kept unless it repeats the embedding, also if the config says that the
+    head is tied.
+    """
+    head = tensors.get("lm_head.weight")
+    if head is None or not config["tie_word_embeddings"]:
+        return config["tie_word_embeddings"]
+    return any(head.repeats(tensors[name]) for name in _EMBEDDINGS if name in tensors)
 
 
-def _tensors(folder: Path, *, packed: bool) -> dict[str, Tensor]:
-    """Return the tensors of a folder; if `packed` is True, unpack MXFP4 tensors."""
+def _end_tokens(folder: Path, config: dict[str, Any]) -> frozenset[int]:
+    """Return the ids under the key `eos_token_id`, which is an id or a list of ids."""
+    text = config.get("text_config")
+    found = config.get("eos_token_id") or (text or {}).get("eos_token_id") or []
+    if not found and found != 0:
+        return frozenset()
+    check(found, either(TOKEN, several(TOKEN, 1000)), "eos_token_id", str(folder))
+    return frozenset(found if isinstance(found, list) else [found])
+
+
+def _tensors(folder: Path, base: str, *, packed: bool) -> dict[str, Tensor]:
+    """Return the tensors of a folder.
+
+    Args:
+      folder: path of the folder.
+      base: beginning of the names of all tensors but the head.
+      packed: if True, MXFP4 tensors are unpacked.
+    """
     from safetensors import safe_open
 
-    shards, names = _shards(folder)
     tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        if not shard.is_file():
-            raise ModelError(
-                f"{folder} lists {shard.name} in its index but does not contain it; download "
-                "the missing shard."
-            )
+    shard_of: dict[str, str] = {}
+    for shard, names in _shards(folder):
         try:
             # The reader stays open: it maps the file, so only tensors that are read use memory.
             reader = safe_open(shard, framework="numpy")
-            for name in list(reader.keys()):  # it has `keys` but is not a mapping
-                tensors[_plain(name)] = Tensor(
-                    shape=tuple(reader.get_slice(name).get_shape()),
-                    read=partial(
-                        _read, reader, name, shard, packed=packed and name.endswith(mxfp4.ENDINGS)
-                    ),
-                )
+            stored = list(reader.keys())  # it has `keys` but is not a mapping
+            shapes = [tuple(reader.get_slice(name).get_shape()) for name in stored]
         except Exception as error:  # the library raises many kinds
             raise ModelError(
                 f"{shard} cannot be read as safetensors ({brief(error)}); download it again."
             ) from error
-    for name in names:
-        if _plain(name) not in tensors:
+        for name in names - set(stored):
             raise ModelError(
-                f"{folder} lists {name} in its index, but no shard contains it; download it again."
+                f"{folder} lists {name} in its index, but {shard.name} does not contain it; "
+                "download it again."
+            )
+        for name, shape in zip(stored, shapes, strict=True):
+            plain = _plain(name, base)
+            if plain in tensors:
+                raise ModelError(
+                    f"{folder}: expected {name} in one file, got it in {shard_of[plain]} and "
+                    f"{shard.name}; remove the file that is not part of the model."
+                )
+            shard_of[plain] = shard.name
+            tensors[plain] = Tensor(
+                shape=shape,
+                read=partial(
+                    _read, reader, name, shard, packed=packed and name.endswith(mxfp4.ENDINGS)
+                ),
             )
     return mxfp4.unpacked(tensors, str(folder)) if packed else tensors
 
 
-def _shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the paths of the files with tensors, and the tensor names in the index file."""
-    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
-    if index is not None:
-        files = list(index.values()) if isinstance(index, dict) else [index]
-        for file in files:
-            if not isinstance(file, str) or Path(file).name != file:
-                expected = "names of files in the same folder"
-                raise refusal(
-                    file, expected, "weight_map", f"{folder}/model.safetensors.index.json"
-                )
-        return [folder / name for name in sorted(set(files))], list(index)
-    if (folder / "model.safetensors").is_file():  # other files repeat its tensors
-        return [folder / "model.safetensors"], []
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise ModelError(
-            f"{folder} has a config.json but no *.safetensors files; convert its weights with "
-            "save_pretrained, or give a .gguf file."
-        )
-    return shards, []
+def _shards(folder: Path) -> list[tuple[Path, set[str]]]:
+    """Return the path of each file with tensors, and the tensor names that the index lists for it.
+
+    A file `model.safetensors` is the only one that is read. Otherwise the index lists the files, or
+    all files are read.
+    """
+    if (folder / "model.safetensors").is_file():
+        return [(folder / "model.safetensors", set())]
+    path = folder / "model.safetensors.index.json"
+    index = read_json(path).get("weight_map")
+    if index is None:
+        shards = [(shard, set[str]()) for shard in sorted(folder.glob("*.safetensors"))]
+        if not shards:
+            raise ModelError(
+                f"{folder} has a config.json but no *.safetensors files; convert its weights with "
+                "save_pretrained, or give a .gguf file."
+            )
+        return shards
+    names: dict[str, set[str]] = {}
+    for name, file in index.items() if isinstance(index, dict) else [("", index)]:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise refusal(file, "names of files in the same folder", "weight_map", str(path))
+        names.setdefault(file, set()).add(name)
+    for file in names:
+        if not (folder / file).is_file():
+            raise ModelError(
+                f"{folder} lists {file} in its index but does not contain it; download the missing "
+                "shard."
+            )
+    return [(folder / file, names[file]) for file in sorted(names)]
 
 
 def _read(reader: Any, name: str, shard: Path, *, packed: bool) -> np.ndarray:
@@ -153,8 +171,10 @@ def _read(reader: Any, name: str, shard: Path, *, packed: bool) -> np.ndarray:
     return check(values, name, str(shard))
 
 
-def _plain(name: str) -> str:
-    for prefix, plain in _PREFIXES:
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return name
+def _plain(name: str, base: str) -> str:
+    """Return the name of a tensor in a file of the whole language model alone."""
+    if _BARE.match(name):
+        return base + name
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    return _LARGER.sub(base, name, count=1)

@@ -2,35 +2,38 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+
+from models.checkpoints.config import Config
+from models.checkpoints.tensor import Tensor
 
 _COMPUTED = re.compile(
     r"(.*\.)?rotary_emb\.(original_)?inv_freq|(.*\.)?rotary_emb\.(cos|sin)_cached|.*\.masked_bias"
 )
 """Names of buffers that older classes saved, although the config determines the values."""
 _OTHER_SENSES = re.compile(
-    r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision)\..*"
+    r"(model\.)?(vision_tower|vision_model|multi_modal_projector|connector|audio_tower|embed_vision)\..*"
 )
 """Names of tensors for images and audio, which have no effect on tokens of text."""
-_T5 = {
-    "encoder.embed_tokens.weight",  # these two repeat shared.weight
-    "decoder.embed_tokens.weight",
-    # An older class saved it; no class reads it.
-    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+_T5 = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+"""Name of a tensor that an older class saved, and no class reads."""
+_REPEATS = {
+    "encoder.embed_tokens.weight": "shared.weight",
+    "decoder.embed_tokens.weight": "shared.weight",
 }
+"""Names of tensors that repeat another, if the two have the same values."""
 
 
-def left_out(name: str, config: Mapping[str, Any]) -> bool:
+def left_out(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool:
     """Return whether the tensor with this Hugging Face name has no effect on logits."""
-    if config["model_type"] == "t5" and name in _T5:
-        return True
+    if config["model_type"] == "t5" and (name == _T5 or name in _REPEATS):
+        return name == _T5 or tensors[name].repeats(tensors[_REPEATS[name]])
     if config["model_type"] == "qwen3_next" and name.startswith("mtp."):  # predicts further tokens
         return True
     if name == "lm_head.weight":  # repeats the embedding
         return bool(config["tie_word_embeddings"])
     if layer := re.match(r"model\.layers\.(\d+)\.", name):
         # The multi-token prediction layers of DeepSeek V3 follow the others.
-        further = config.get("num_nextn_predict_layers") or 0
+        further = config.get("num_mtp_layers", 0)
         if 0 <= int(layer[1]) - config["num_hidden_layers"] < further:
             return True
     return bool(_COMPUTED.fullmatch(name) or _OTHER_SENSES.fullmatch(name))

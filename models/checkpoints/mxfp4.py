@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.checkpoints.checkpoint import Tensor
+from models.checkpoints.tensor import Tensor
 from models.errors import ModelError
 
 ENDINGS = ("_blocks", "_scales")

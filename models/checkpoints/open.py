@@ -93,7 +93,7 @@ def _download(name: str, weights: bool) -> Path:
             f"There is no folder {name!r}, and to look for it on the hub the package "
             "huggingface_hub is needed; get it with: pip install huggingface_hub"
         ) from None
-    patterns = ["*.json", "*.jinja", "*.safetensors"] if weights else ["config.json"]
+    patterns = ["*.json", "*.jinja", "*.model", "*.safetensors"] if weights else ["config.json"]
     unwanted = ["*/*", "consolidated*"]  # other copies of the weights
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unwanted))

@@ -144,7 +144,7 @@ def of_checkpoint(path: Path) -> dict[str, Any]:
         "weights": model.size,
         "longest": longest,
         "vocabulary": None if tokenizer is None else tokenizer.size,
-        "template": tokenizer is not None and tokenizer.template is not None,
+        "template": tokenizer is not None and tokenizer.render is not None,
         "parts": [
             {"kind": part.kind, "layers": part.layers, "bytes": part.each, "unit": part.unit}
             for part in costs.parts

@@ -67,9 +67,12 @@ def attending(layers: Sequence[Layer]) -> list[Attends]:
 def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
     """Return the window of each layer; None for full attention."""
     c = checkpoint.config
-    slides = [kind == "sliding_attention" for kind in c["layer_types"]]
-    window = jaxkv.Window.sliding(c["sliding_window"]) if any(slides) else None
-    return tuple(window if is_sliding else None for is_sliding in slides)
+    c.ignore("sliding_window")  # without effect if all layers have full attention
+    if "layer_types" not in c:
+        return (None,) * c["num_hidden_layers"]
+    kinds = c.layer_kinds("full_attention", "sliding_attention")
+    window = jaxkv.Window.sliding(c["sliding_window"]) if "sliding_attention" in kinds else None
+    return tuple(None if kind == "full_attention" else window for kind in kinds)
 
 
 def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:

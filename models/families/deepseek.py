@@ -17,7 +17,8 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.rope import Rope
-from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.tensor import Tensor
 from models.families.caches import Attends
 from models.families.experts import Experts
 from models.families.language_model import LanguageModel
@@ -209,6 +210,12 @@ def config_of(checkpoint: Checkpoint) -> Config:
     c = checkpoint.config
     newer = checkpoint.architecture == "deepseek_v3"
     nope_dim, rope_dim = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
+    equal = {"head_dim": "qk_rope_head_dim", "num_key_value_heads": "num_attention_heads"}
+    for key, other in equal.items():
+        if c[key] != c[other]:
+            raise c.refusal(key, f"{c[other]}, as {other},")
+    rope = rope_of(checkpoint, head_dim=rope_dim)
+    interleaved = c["rope_interleave"] if newer else True
     return Config(
         layers=c["num_hidden_layers"],
         dense=min(c["first_k_dense_replace"], c["num_hidden_layers"]),
@@ -222,20 +229,42 @@ def config_of(checkpoint: Checkpoint) -> Config:
         value_dim=c["v_head_dim"],
         vocabulary=c["vocab_size"],
         eps=c["rms_norm_eps"],
-        rope=replace(rope_of(checkpoint), interleaved=c["rope_interleave"]),
+        rope=replace(rope, interleaved=interleaved),
         scale=(nope_dim + rope_dim) ** -0.5 * yarn_sharpness(checkpoint) ** 2,
-        routing=Routing(
-            experts=c["n_routed_experts"],
-            experts_per_token=c["num_experts_per_tok"],
-            groups=c["n_group"],
-            groups_per_token=c["topk_group"],
-            scores="sigmoid" if newer else "softmax",
-            normalised=c["norm_topk_prob"],
-            factor=c["routed_scaling_factor"],
-        ),
+        routing=routing_of(checkpoint),
         expert_hidden=c["moe_intermediate_size"],
         shared_hidden=c["moe_intermediate_size"] * c["n_shared_experts"],
         tied=c["tie_word_embeddings"],
+    )
+
+
+def routing_of(checkpoint: Checkpoint) -> Routing:
+    """Read the selection of experts from a checkpoint.
+
+    Raises `ModelError` if the numbers of experts and groups contradict each other.
+    """
+    c, newer = checkpoint.config, checkpoint.architecture == "deepseek_v3"
+    experts = c["n_routed_experts"]
+    groups, kept = c.get("n_group", 1), c.get("topk_group", 1)
+    if not newer and c["topk_method"] == "greedy":  # without groups
+        groups = kept = 1
+    elif not newer and c["topk_method"] != "group_limited_greedy":
+        raise c.refusal("topk_method", "greedy or group_limited_greedy")
+    least = 2 if newer else 1  # number of experts that rank a group
+    if experts % groups or experts // groups < least:
+        raise c.refusal("n_group", f"a divisor of {experts} experts with {least} or more for each")
+    if kept > groups:
+        raise c.refusal("topk_group", f"1 to {groups} groups")
+    if not 1 <= c["num_experts_per_tok"] <= kept * (experts // groups):
+        raise c.refusal("num_experts_per_tok", f"1 to {kept * (experts // groups)} experts")
+    return Routing(
+        experts=experts,
+        experts_per_token=c["num_experts_per_tok"],
+        groups=groups,
+        groups_per_token=kept,
+        scores="sigmoid" if newer else "softmax",
+        normalised=newer and c["norm_topk_prob"],
+        factor=c["routed_scaling_factor"],
     )
 
 

@@ -16,7 +16,8 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.rope import Rope
-from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.tensor import Tensor
 from models.families import mamba2
 from models.families.caches import Attends, Layer
 from models.families.language_model import LanguageModel
@@ -90,9 +91,19 @@ class FalconH1(LanguageModel):
         return self.vocabulary.logits(x) * self.config.logits_factor
 
 
+_MULTIPLIERS = (
+    "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers "
+    "ssm_in_multiplier ssm_multipliers ssm_out_multiplier"
+)
+
+
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    if c["mamba_norm_before_gate"] and c["mamba_rms_norm"]:
+        raise c.refusal("mamba_norm_before_gate", "False")
+    c.ignore(_MULTIPLIERS)  # of the weights
     return Config(
         layers=c["num_hidden_layers"],
         width=c["hidden_size"],

@@ -13,11 +13,10 @@ from jaxkv import Ubatch
 from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
-from models.errors import ModelError
 from models.families.caches import Attends, windows_of
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary, gelu
-from models.families.ropes import plain_rope, rope_of
+from models.families.ropes import rope_of
 from models.families.sources import Sources
 
 ARCHITECTURES = ("gemma3_text",)
@@ -44,6 +43,7 @@ class Config:
     ropes: tuple[Rope, ...]
     softcap: float | None = None
     final_softcap: float | None = None
+    tied: bool = True
     implementation: jaxkv.ops.attention.Implementation | None = None
 
 
@@ -81,7 +81,7 @@ class Gemma3(LanguageModel):
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=True)
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
         layers = range(len(c.windows))
         self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
         self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
@@ -102,13 +102,8 @@ class Gemma3(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    if not c["tie_word_embeddings"]:
-        raise ModelError(
-            f"{checkpoint.source}: expected a head tied to the embedding, as in Gemma 3, got "
-            "lm_head.weight; give another model."
-        )
-    # Only layers with full attention have scaled positions.
-    rope, local = rope_of(checkpoint), plain_rope(checkpoint, c["rope_local_base_freq"])
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    rope, local = (rope_of(checkpoint, f"{kind}_attention") for kind in ("full", "sliding"))
     windows = windows_of(checkpoint)
     return Config(
         width=c["hidden_size"],
@@ -123,6 +118,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         ropes=tuple(rope if window is None else local for window in windows),
         softcap=c.get("attn_logit_softcapping"),
         final_softcap=c.get("final_logit_softcapping"),
+        tied=c["tie_word_embeddings"],
     )
 
 
@@ -144,7 +140,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
 
     return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=True),
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
         "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
         "norm": source.norm("model.norm"),
     }

@@ -77,6 +77,8 @@ class GptOss(llama.Llama):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    c.check_chosen("num_local_experts")
     return Config(
         width=c["hidden_size"],
         hidden=c["intermediate_size"],

@@ -120,9 +120,16 @@ class GraniteHybrid(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    experts = c["num_local_experts"]
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    experts = c.get("num_local_experts", 0)
+    if experts:
+        c.check_chosen("num_local_experts")
+    c.ignore("intermediate_size num_experts_per_tok")  # of experts
+    if c.get("position_embedding_type") not in (None, "nope", "rope"):
+        raise c.refusal("position_embedding_type", "nope or rope")
+    kinds = c.layer_kinds("full_attention", "linear_attention")
     return Config(
-        attends=tuple(kind == "full_attention" for kind in c["layer_types"]),
+        attends=tuple(kind == "full_attention" for kind in kinds),
         width=c["hidden_size"],
         hidden=c["shared_intermediate_size"],
         heads=c["num_attention_heads"],
@@ -131,7 +138,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         vocabulary=c["vocab_size"],
         eps=c["rms_norm_eps"],
         mixer=mamba2.sizes_of(checkpoint, bias=c["mamba_proj_bias"]),
-        rope=rope_of(checkpoint) if c["position_embedding_type"] == "rope" else None,
+        rope=rope_of(checkpoint) if c.get("position_embedding_type") == "rope" else None,
         scale=c["attention_multiplier"],
         embedding_factor=c["embedding_multiplier"],
         residual_factor=c["residual_multiplier"],

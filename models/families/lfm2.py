@@ -110,10 +110,17 @@ class LFM2(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    kinds = c.layer_kinds("full_attention", "conv")
+    hidden = c["intermediate_size"]
+    if c["block_auto_adjust_ff_dim"]:
+        hidden = int(c["block_ffn_dim_multiplier"] * int(2 * hidden / 3))
+        hidden = -(-hidden // c["block_multiple_of"]) * c["block_multiple_of"]
+    c.ignore("block_ffn_dim_multiplier block_multiple_of")
     return Config(
-        attends=tuple(kind == "full_attention" for kind in c["layer_types"]),
+        attends=tuple(kind == "full_attention" for kind in kinds),
         width=c["hidden_size"],
-        hidden=c["intermediate_size"],
+        hidden=hidden,
         heads=c["num_attention_heads"],
         kv_heads=c["num_key_value_heads"],
         head_dim=c["head_dim"],

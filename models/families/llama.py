@@ -27,6 +27,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 class Config:
     """Configuration of Llama; other fields are in `models.families.language_model`.
 
+    output_bias: whether the output projection of attention has biases.
     norms: whether query heads and key heads are normalised (Qwen 3).
     experts: number of experts in a layer, of which a token selects `experts_per_token`. An expert
       has the inner size `hidden`. If the number is 0, a layer has one feed-forward part instead.
@@ -44,6 +45,7 @@ class Config:
     windows: tuple[Window | None, ...]
     tied: bool = True
     bias: bool = False
+    output_bias: bool = False
     norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
@@ -64,6 +66,7 @@ class Block(nnx.Module):
             rngs,
             rope=c.rope,
             bias=c.bias,
+            output_bias=c.output_bias,
             norm=partial(RMSNorm, eps=c.eps, dtype=dtype) if c.norms else None,
         )
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
@@ -100,8 +103,13 @@ class Llama(LanguageModel):
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
-    c = checkpoint.config
-    selects = checkpoint.architecture == "qwen3_moe"
+    c, architecture = checkpoint.config, checkpoint.architecture
+    selects = architecture == "qwen3_moe"
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    if selects:
+        c.ignore("intermediate_size")  # of layers without experts
+        c.check_chosen("num_experts")
+    bias = c.get("attention_bias", architecture == "qwen2")
     return Config(
         width=c["hidden_size"],
         hidden=c["moe_intermediate_size" if selects else "intermediate_size"],
@@ -113,8 +121,9 @@ def config_of(checkpoint: Checkpoint) -> Config:
         rope=rope_of(checkpoint),
         windows=windows_of(checkpoint),
         tied=c["tie_word_embeddings"],
-        bias=c["attention_bias"],
-        norms=checkpoint.architecture in ("qwen3", "qwen3_moe"),
+        bias=bias,
+        output_bias=c.get("attention_output_bias", bias and architecture != "qwen2"),
+        norms=architecture in ("qwen3", "qwen3_moe"),
         experts=c["num_experts"] if selects else 0,
         experts_per_token=c["num_experts_per_tok"] if selects else 0,
         normalised=selects and c["norm_topk_prob"],
@@ -127,7 +136,10 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     def block(layer: str) -> dict:
         attention = source.attention(
-            f"{layer}.self_attn", kv_heads=config.kv_heads, bias=config.bias
+            f"{layer}.self_attn",
+            kv_heads=config.kv_heads,
+            bias=config.bias,
+            output_bias=config.output_bias,
         )
         if config.norms:
             for name in ("q_norm", "k_norm"):

@@ -190,6 +190,7 @@ class Mamba2(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    c.check_divides("n_groups", "num_heads")
     return Config(
         layers=c["num_hidden_layers"],
         vocabulary=c["vocab_size"],
@@ -202,7 +203,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
             groups=c["n_groups"],
             kernel=c["conv_kernel"],
             eps=c["layer_norm_epsilon"],
-            limits=c["time_step_limit"],
+            limits=tuple(c["time_step_limit"]),
             bias=c["use_bias"],
             conv_bias=c["use_conv_bias"],
         ),
@@ -230,6 +231,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
     """Read the configuration of the mixers in a hybrid model from its checkpoint."""
     c = checkpoint.config
+    c.check_divides("mamba_n_groups", "mamba_n_heads")
     return Sizes(
         width=c["hidden_size"],
         heads=c["mamba_n_heads"],
@@ -238,7 +240,7 @@ def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
         groups=c["mamba_n_groups"],
         kernel=c["mamba_d_conv"],
         eps=c["rms_norm_eps"],
-        limits=c["time_step_limit"],
+        limits=tuple(c["time_step_limit"]),
         conv_bias=c["mamba_conv_bias"],
         **switches,
     )

@@ -64,5 +64,13 @@ def weights_of(checkpoint: Checkpoint, config: llama.Config) -> dict:
     }
 
 
-config_of, layers_of = llama.config_of, llama.layers_of
+def config_of(checkpoint: Checkpoint) -> llama.Config:
+    """Read the configuration of a model from its checkpoint."""
+    config = llama.config_of(checkpoint)
+    if config.bias:
+        raise checkpoint.config.refusal("attention_bias", "false")
+    return config
+
+
+layers_of = llama.layers_of
 MODULE = OLMo2

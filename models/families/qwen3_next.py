@@ -168,8 +168,13 @@ class Qwen3Next(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    c.check_divides("linear_num_key_heads", "linear_num_value_heads")
+    c.check_chosen("num_experts")
+    c.ignore("intermediate_size")  # of layers without experts
+    kinds = c.layer_kinds("full_attention", "linear_attention")
     return Config(
-        attends=tuple(kind == "full_attention" for kind in c["layer_types"]),
+        attends=tuple(kind == "full_attention" for kind in kinds),
         width=c["hidden_size"],
         heads=c["num_attention_heads"],
         kv_heads=c["num_key_value_heads"],
@@ -186,7 +191,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         shared_hidden=c["shared_expert_intermediate_size"],
         vocabulary=c["vocab_size"],
         eps=c["rms_norm_eps"],
-        rope=rope_of(checkpoint),
+        rope=rope_of(checkpoint, partly=True),
         tied=c["tie_word_embeddings"],
     )
 

@@ -151,8 +151,13 @@ class RecurrentGemma(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    c.check_divides("num_attention_heads", "lru_width")
+    if c["head_dim"] * c["num_attention_heads"] != c["hidden_size"]:
+        raise c.refusal("head_dim", "hidden_size divided by num_attention_heads")
+    kinds = c.layer_kinds("sliding_attention", "linear_attention")
     return Config(
-        attends=tuple(kind == "sliding_attention" for kind in c["layer_types"]),
+        attends=tuple(kind == "sliding_attention" for kind in kinds),
         width=c["hidden_size"],
         inner=c["lru_width"],
         hidden=c["intermediate_size"] // 2,
@@ -160,10 +165,10 @@ def config_of(checkpoint: Checkpoint) -> Config:
         kv_heads=c["num_key_value_heads"],
         head_dim=c["head_dim"],
         kernel=c["conv1d_width"],
-        window=c["sliding_window"],
+        window=c["attention_window_size"],
         vocabulary=c["vocab_size"],
         eps=c["rms_norm_eps"],
-        rope=rope_of(checkpoint),
+        rope=rope_of(checkpoint, partly=True),
         softcap=c["logits_soft_cap"],
         tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],

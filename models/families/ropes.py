@@ -7,57 +7,59 @@ import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelError
+from models.kinds import refusal
 
 
-def rope_of(checkpoint: Checkpoint) -> Rope:
+def rope_of(
+    checkpoint: Checkpoint,
+    kind: str | None = None,
+    *,
+    head_dim: int | None = None,
+    partly: bool = False,
+) -> Rope:
     """Return the rotary embedding of a checkpoint, with the scaling of its config.
 
-    Raises `ModelError` if the scaling rule is unknown, or its parameters are missing or invalid.
+    Args:
+      checkpoint: source of the parameters, under the key `rope_parameters`.
+      kind: kind of layer, if the config has parameters for each kind.
+      head_dim: size of a head; None for the value in the config.
+      partly: whether the family rotates a part of each head (`partial_rotary_factor`). The classes
+        of other families ignore the key, but the scaling rules do not.
+
+    Raises:
+      ModelError: If the scaling rule is unknown, or its parameters are missing or invalid.
     """
-    c = checkpoint.config
-    rope = plain_rope(checkpoint, c["rope_theta"])
-    scaling = dict(c["rope_scaling"] or {"rope_type": "default"})
-    scaling.setdefault("original_max_position_embeddings", c.get("max_position_embeddings"))
-    kind = scaling["rope_type"]
-    needs = {
-        "default": (),
-        "linear": ("factor",),
-        "factors": ("factors",),
-        "llama3": _LLAMA3,
-        "yarn": ("factor", "original_max_position_embeddings"),
-    }
-    if kind not in needs:
-        raise ModelError(
-            f"{checkpoint.source}: expected a rope_type of {', '.join(needs)}, got {kind!r}; give "
-            "another model."
-        )
-    for name in needs[kind]:
-        if scaling.get(name) is None:
-            raise ModelError(
-                f"{checkpoint.source}: expected {name} for rope_type {kind!r}, got none; add it to "
-                "rope_scaling in its config."
-            )
-    try:
-        return _stretch(rope, kind, scaling, c["rope_theta"])
-    except ValueError as error:
-        raise ModelError(
-            f"{checkpoint.source}: the values for rope_type {kind!r} are invalid ({error}); "
-            "download it again."
-        ) from error
-
-
-def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
-    """Return the rotary embedding of a checkpoint without scaling."""
-    c = checkpoint.config
-    factor = c.get("partial_rotary_factor", 1.0)
-    size = int(c["head_dim"] * factor)
+    c, source = checkpoint.config, checkpoint.source
+    values = _parameters(checkpoint, kind)
+    rule, factor = values["rope_type"], values.get("partial_rotary_factor") or 1.0
+    if factor != 1 and not partly:
+        if rule != "default":
+            raise refusal(factor, "1.0, since heads are rotated as a whole,", _PART, source)
+        factor = 1.0
+    head_dim = head_dim or c["head_dim"]
+    size = int(head_dim * factor)
     if size < 2 or size % 2:
         raise ModelError(
-            f"{checkpoint.source}: expected an even number of rotated dimensions, at least 2, got "
-            f"{size} (head_dim = {c['head_dim']}, partial_rotary_factor = {factor}); download it "
-            "again."
+            f"{source}: expected an even number of rotated dimensions, at least 2, got {size} "
+            f"(head_dim = {head_dim}, {_PART} = {factor}); download it again."
         )
-    return jaxkv.Rope.make(size, base=base)
+    if rule not in _NEEDS:
+        raise ModelError(
+            f"{source}: expected a rope_type of {', '.join(_NEEDS)}, got {rule!r}; give another "
+            "model."
+        )
+    for name in (*_NEEDS[rule], "rope_theta"):
+        if values.get(name) is None:
+            raise ModelError(
+                f"{source}: expected {name} for rope_type {rule!r}, got none; add it to "
+                "rope_parameters in its config."
+            )
+    try:
+        return _stretch(jaxkv.Rope.make(size, base=values["rope_theta"]), rule, values)
+    except ValueError as error:
+        raise ModelError(
+            f"{source}: the values for rope_type {rule!r} are invalid ({error}); download it again."
+        ) from error
 
 
 def yarn_sharpness(checkpoint: Checkpoint) -> float:
@@ -66,20 +68,41 @@ def yarn_sharpness(checkpoint: Checkpoint) -> float:
     Attention logits are multiplied by the square of the result. The result is 1 if the config has
     no `mscale_all_dim`, or the scaling factor is not above 1.
     """
-    scaling = checkpoint.config["rope_scaling"] or {}
-    return _sharpness(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
+    values = _parameters(checkpoint, None)
+    return _sharpness(values.get("factor") or 1.0, values.get("mscale_all_dim") or 0.0)
+
+
+def _parameters(checkpoint: Checkpoint, kind: str | None) -> dict[str, Any]:
+    values = checkpoint.config["rope_parameters"]
+    if kind is not None:
+        values = values.get(kind) or {}
+    longest = checkpoint.config.get("max_position_embeddings")
+    defaults = {"rope_type": "default", "original_max_position_embeddings": longest}
+    given = {key: value for key, value in values.items() if value is not None or key == "rope_type"}
+    return defaults | given
 
 
 def _sharpness(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_PART = "partial_rotary_factor"
+_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "factors": ("factors",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Parameters of each scaling rule that must be given."""
 
 
-def _stretch(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> Rope:
-    original = scaling["original_max_position_embeddings"]
-    match kind:
+def _stretch(rope: Rope, rule: str, scaling: dict[str, Any]) -> Rope:
+    original = scaling.get("original_max_position_embeddings")
+    match rule:
         case "linear":
             return rope.linear(factor=scaling["factor"])
         case "factors":
@@ -105,7 +128,7 @@ def _stretch(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> Rop
             return rope.yarn(
                 factor=scaling["factor"],
                 original=original,
-                base=base,
+                base=scaling["rope_theta"],
                 beta_fast=scaling.get("beta_fast") or 32.0,
                 beta_slow=scaling.get("beta_slow") or 1.0,
                 attention_factor=attention_factor,

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import Checkpoint, Tensor, join
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.tensor import Tensor, join
 from models.errors import ModelError
 
 

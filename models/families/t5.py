@@ -233,13 +233,18 @@ class T5(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    if c["feed_forward_proj"] not in ("relu", "gated-gelu"):
+        raise c.refusal("feed_forward_proj", "relu or gated-gelu")
+    exact = c["relative_attention_num_buckets"] // 2
+    if c["relative_attention_max_distance"] <= exact:
+        raise c.refusal("relative_attention_max_distance", f"more than half the buckets ({exact})")
     return Config(
         encoders=c["num_layers"],
-        layers=c["num_hidden_layers"],
-        width=c["hidden_size"],
-        hidden=c["intermediate_size"],
-        heads=c["num_attention_heads"],
-        head_dim=c["head_dim"],
+        layers=c["num_decoder_layers"],
+        width=c["d_model"],
+        hidden=c["d_ff"],
+        heads=c["num_heads"],
+        head_dim=c["d_kv"],
         buckets=c["relative_attention_num_buckets"],
         max_distance=c["relative_attention_max_distance"],
         vocabulary=c["vocab_size"],
@@ -247,7 +252,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         gated=c["feed_forward_proj"] == "gated-gelu",
         tied=c["tie_word_embeddings"],
         scaled=c["scale_decoder_outputs"],
-        start=c["decoder_start_token_id"],
+        start=c.get("decoder_start_token_id", c.get("pad_token_id", 0)),
     )
 
 

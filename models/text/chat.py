@@ -1,11 +1,9 @@
-"""Chat templates."""
+"""Chat templates of GGUF files; those of folders are rendered by `transformers`."""
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
-
-from models.errors import ModelError, brief
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -33,14 +31,9 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
         raise TemplateError(message)
 
     environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=True, **variables
-        )
-    except Exception as error:  # a template can raise any exception
-        raise ModelError(
-            f"These messages do not fit the model's chat template: {brief(error)}."
-        ) from error
+    return environment.from_string(template).render(
+        messages=messages, add_generation_prompt=True, **variables
+    )
 
 
 def _to_json(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -9,7 +10,8 @@ from tokenizers import Tokenizer as Inner
 
 from models.errors import ModelError, brief
 from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
-from models.text.from_json import from_tokenizers
+from models.text.chat import render
+from models.text.from_folder import from_tokenizers
 from models.text.token_bytes import from_pieces
 from models.text.tokenizer import Tokenizer
 
@@ -85,14 +87,12 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
     pre = field("pre", "default")
     begins = kind == "llama" or pre in _LLAMA_3
+    bos = _id(field, "bos_token_id", None, source)
     fields = {
-        "bos": _id(field, "bos_token_id", None, source),
         "eos": _id(field, "eos_token_id", None, source),
-        "add_bos": bool(field("add_bos_token", begins)),
-        "template": get("tokenizer.chat_template"),
+        "prefix": (bos,) if bos is not None and field("add_bos_token", begins) else (),
+        "render": _template(get, field, tokens, source),
     }
-    if fields["template"] is not None:
-        check(fields["template"], _TEXT, "tokenizer.chat_template", source)
     types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)
     if kind == "gpt2":
         merges = field("merges") or []
@@ -111,6 +111,20 @@ def _id(field: Callable, key: str, default: int | None, source: str) -> int | No
     if id is not None:
         check(id, TOKEN, f"tokenizer.ggml.{key}", source)
     return id
+
+
+def _template(
+    get: Callable, field: Callable, tokens: list[str], source: str
+) -> Callable[..., str] | None:
+    """Return the function that renders the chat template; None if there is no template."""
+    template = get("tokenizer.chat_template")
+    if template is None:
+        return None
+    check(template, _TEXT, "tokenizer.chat_template", source)
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
+    ids = {name: _id(field, f"{key}_token_id", None, source) for key, name in names.items()}
+    known = {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
+    return partial(render, template, **known)
 
 
 def _for_each_token(

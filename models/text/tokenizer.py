@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.errors import ModelError
+from models.errors import ModelError, brief
 
-# Names of tokens that end a turn or a text. Files often declare only one of several.
+# Names of tokens that end a turn or a text. GGUF files often declare only one of several.
 _ENDS = {
     "</s>",
     "<eos>",
@@ -22,6 +22,8 @@ _ENDS = {
     "<|eom_id|>",
     "<|eot_id|>",
     "<|im_end|>",
+    "<|return|>",
+    "<|call|>",
 }
 
 
@@ -34,34 +36,37 @@ class Tokenizer:
     to_bytes: function that returns the bytes of a token id; empty for an unknown id.
     size: number of token ids.
     control: ids of control tokens, by name; control tokens have no text.
-    bos: id of the token that begins a sequence, or None.
     eos: id of the token that ends a sequence, or None.
-    add_bos: whether prompts begin with `bos`.
+    prefix: ids that begin a prompt.
+    suffix: ids that end a prompt, such as "</s>" for T5.
     space_first: whether encoding adds a space before the text; `decode` removes this space.
-    template: chat template, or None.
+    render: function that renders the chat template for a list of messages, with the variables of
+      the template as keywords; None if the model has no template.
     """
 
     to_ids: Callable[[str, bool], list[int]]
     to_bytes: Callable[[int], bytes]
     size: int
     control: Mapping[str, int]
-    bos: int | None = None
     eos: int | None = None
-    add_bos: bool = False
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
     space_first: bool = False
-    template: str | None = None
+    render: Callable[..., str] | None = None
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.size} tokens, {len(self.control)} of them control tokens)"
 
     @property
-    def stop_tokens(self) -> frozenset[int]:
-        """Ids of the tokens that end a turn or a text: `eos`, and tokens such as "<|im_end|>"."""
-        ids = {self.control[name] for name in _ENDS & self.control.keys()}
-        return frozenset(ids if self.eos is None else ids | {self.eos})
+    def named_ends(self) -> frozenset[int]:
+        """Ids of control tokens whose names say that they end a turn or a text ("<|im_end|>")."""
+        names = _ENDS & self.control.keys()
+        if names & {"<|return|>", "<|call|>"}:  # of gpt-oss, whose messages end with "<|end|>"
+            names -= {"<|end|>"}
+        return frozenset(self.control[name] for name in names)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text, without `bos` (see the method `prompt`).
+        """Return the token ids of a text, without `prefix` and `suffix`, see `prompt`.
 
         Args:
           text: any string.
@@ -71,13 +76,15 @@ class Tokenizer:
         return self.to_ids(text, special)
 
     def prompt(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text that begins a sequence, with `bos` first if `add_bos`.
+        """Return the token ids of a text that begins a sequence, with `prefix` and `suffix`.
 
-        No second `bos` is added if the text begins with `bos`, as the text of a chat template may.
+        If the text begins with `prefix`, as the text of a chat template may, it is not repeated.
+        With `special=True`, `suffix` is not added, since templates end with the tokens that they
+        require.
         """
-        ids = self.encode(text, special=special)
-        needs_bos = self.add_bos and self.bos is not None and ids[:1] != [self.bos]
-        return [self.bos, *ids] if needs_bos else ids
+        ids, prefix = self.encode(text, special=special), list(self.prefix)
+        ids = ids if ids[: len(prefix)] == prefix else prefix + ids
+        return ids if special else ids + list(self.suffix)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Return the text of token ids; bytes that are not UTF-8 become replacement characters.
@@ -106,13 +113,14 @@ class Tokenizer:
           messages: dicts with "role" and "content".
           **variables: variables of the template, such as `tools` or `enable_thinking`.
         """
-        if self.template is None:
+        if self.render is None:
             raise ModelError("This model has no chat template; give it a text to continue.")
-        from models.text.chat import render
-
-        names = {id: name for name, id in self.control.items()}
-        tokens = {"bos_token": names.get(self.bos, ""), "eos_token": names.get(self.eos, "")}
-        return render(self.template, messages, **{**tokens, **variables})
+        try:
+            return self.render(list(messages), **variables)
+        except Exception as error:  # a template can raise any exception
+            raise ModelError(
+                f"These messages do not fit the model's chat template: {brief(error)}."
+            ) from error
 
 
 class Stream:

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import pytest
 
 import models
 from models.chat.speaker import Speaker
+from models.text.chat import render
 from models.text.tokenizer import Tokenizer
 from tests.models.tiny_files import DATA
 
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 CELLS = 64  # in most tests: programs of one size are shared
 
 
@@ -25,7 +28,7 @@ def tiny(name):
         to_bytes=lambda id: bytes([97 + id % 26]),
         size=size,
         control={},
-        template="{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:",
+        render=partial(render, TEMPLATE),
     )
     return model
 

@@ -16,7 +16,7 @@ import models
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from tests.models import tiny_files
-from tests.models.tiny_files import CONFIG, DATA, HIDDEN, tiny_tensors, write_folder, write_gguf
+from tests.models.tiny_files import CONFIG, DATA, HIDDEN, INNER, tiny_tensors, write_folder, write_gguf
 
 Q8_0, Q4_0 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
 
@@ -36,8 +36,10 @@ def test_open_checkpoint_folder_and_gguf_are_equal(tmp_path, dtype):
         assert same(file.tensor(name), array), name
     assert folder.architecture == file.architecture == "llama"
     assert folder.stop_tokens == file.stop_tokens == {7}
-    for key, value in folder.config.items():
-        assert file.config[key] == pytest.approx(value), key
+    for key in CONFIG.keys() - {"rms_norm_eps", "rope_theta", "eos_token_id"}:
+        assert file.config[key] == folder.config[key], key
+    assert file.config["rope_parameters"] == folder.config["rope_parameters"]
+    assert file.config["rms_norm_eps"] == pytest.approx(folder.config["rms_norm_eps"])
     assert file.config["attention_bias"] and not file.config["tie_word_embeddings"]
 
 
@@ -112,18 +114,8 @@ def test_tensor_unpacks_without_second_copy():
     assert size < peak < 1.3 * size
 
 
-CONFIGS = json.loads((DATA / "configs_in_one_form.json").read_text())
-"""Additions to a config without a rope base, and the resulting values."""
-
 SCALINGS = json.loads((DATA / "scalings_of_gguf.json").read_text())
 """Rope keys and factors of a GGUF file, and the resulting scaling, or the error."""
-
-
-@pytest.mark.parametrize(("given", "wanted"), CONFIGS, ids=str)
-def test_config_of_folder_is_brought_to_one_form(tmp_path, given, wanted):
-    config = {key: value for key, value in CONFIG.items() if key != "rope_theta"} | given
-    found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), config)).config
-    assert {key: found[key] for key in wanted} == wanted
 
 
 @pytest.mark.parametrize(("fields", "factors", "scaling"), SCALINGS, ids=str)
@@ -134,7 +126,8 @@ def test_config_rope_scaling_of_gguf(tmp_path, fields, factors, scaling):
     if isinstance(scaling, str):
         refused(path, scaling)
     else:
-        assert open_checkpoint(path).config["rope_scaling"] == scaling
+        found = open_checkpoint(path).config["rope_parameters"]
+        assert found == scaling | {"rope_theta": CONFIG["rope_theta"]}
 
 
 MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
@@ -145,7 +138,8 @@ GEMMA = {"sliding_window": 5, "sliding_window_pattern": 2, "key_length": 8}
 FORMS = {
     "llama": FORM,
     "gemma3": FORM | {f"attention.{key}": value for key, value in GEMMA.items()},
-    "gpt-oss": FORM | {"attention.sliding_window": 5, "expert_count": 32},
+    "gpt-oss": FORM
+    | {"attention.sliding_window": 5, "expert_count": 32, "expert_feed_forward_length": INNER},
     "lfm2": FORM | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
 }
 
@@ -162,7 +156,7 @@ def test_gguf_key_is_read_or_refused_or_means_nothing(tmp_path, arch):
             assert (config(**{name: 16}) == plain) == (name in MEANINGLESS), name
         except ModelError as error:
             assert name not in MEANINGLESS
-            assert "such models" not in str(error) or f"expected {arch}.{name} " in str(error)
+            assert "such models" not in str(error) or f"{name} " in str(error)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +164,7 @@ def test_gguf_key_is_read_or_refused_or_means_nothing(tmp_path, arch):
     [
         ("llama_linear", "model.layers.0.self_attn.rotary_emb.inv_freq"),
         ("llama_linear", "vision_tower.patch.weight"),
-        ("llama_tied", "lm_head.weight"),
         ("qwen3_next", "mtp.fc.weight"),  # of layers that predict further tokens
-        ("t5_tied", "encoder.embed_tokens.weight"),
         ("t5_tied", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
     ],
 )
@@ -180,6 +172,21 @@ def test_tensor_without_effect_is_left_out(tmp_path, name, extra):
     tensors = load_file(DATA / name / "model.safetensors") | {extra: np.ones(4, np.float32)}
     save_file(tensors, tiny_files.config_at(tmp_path, name) / "model.safetensors")
     models.load(tmp_path)
+
+
+HEADS_OF = {"llama_tied": ("lm_head.weight", "model.embed_tokens.weight")}
+HEADS_OF["t5_tied"] = ("encoder.embed_tokens.weight", "shared.weight")
+
+
+@pytest.mark.parametrize("name", HEADS_OF)
+def test_tensor_that_repeats_the_embedding_is_left_out(tmp_path, name):
+    extra, embedding = HEADS_OF[name]
+    tensors = load_file(DATA / name / "model.safetensors")
+    save_file(
+        tensors | {extra: tensors[embedding].copy()},
+        tiny_files.config_at(tmp_path, name) / "model.safetensors",
+    )
+    assert models.load(tmp_path).size == models.load(DATA / name).size
 
 
 UP = "model.layers.1.mlp.up_proj"
@@ -219,7 +226,8 @@ def test_open_checkpoint_refused_files_raise(tmp_path):
     refused(tmp_path / "empty", r"no config\.json")
     refused(folder(CONFIG), r"no \*\.safetensors")
     refused(folder({"hidden_size": 1}), "no model_type")
-    refused(folder({"model_type": "gpt2"}, tiny_tensors()), "gpt2")
+    with pytest.raises(ModelError, match=r"expected a model_type of llama, .*, got 'gpt2'"):
+        models.load(folder({"model_type": "gpt2"}, tiny_tensors()))
     refused(folder(CONFIG | {"quantization_config": {"bits": 4}}), "quantization_config")
     broken = folder(CONFIG)
     (broken / "model.safetensors").write_bytes(b"12345")

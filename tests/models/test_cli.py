@@ -49,7 +49,7 @@ def files(tmp_path, letters):
     big = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2}
     big |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
     big |= {"vocab_size": 128256, "tie_word_embeddings": False}
-    endless = tiny | {"max_position_embeddings": None}
+    endless = json.loads((DATA / "t5_tied" / "config.json").read_text())
     configs = {"no_weights": CONFIG, "no_length": endless, "big": tiny | big}
     for name, config in configs.items():
         (tmp_path / name).mkdir()

@@ -112,15 +112,13 @@ def write_gguf(path, checkpoint, kind):
             values, raw = np.ascontiguousarray(values), kind if values.ndim == 3 else None
             packed = values if raw is None else gguf.quants.quantize(values, raw)
             tensors.append((f"{names.get_name(part)}.{end}", packed, raw))
-    scaling = config["rope_scaling"]
+    scaling = config["rope_parameters"]
     fields = fields_of(config) | {
-        "context_length": config["max_position_embeddings"],
         "expert_feed_forward_length": config["intermediate_size"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "attention.sliding_window": config["sliding_window"],
-        "rope.freq_base": float(config["rope_theta"]),
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": scaling["factor"],
         "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],

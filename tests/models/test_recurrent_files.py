@@ -32,8 +32,10 @@ def all_fields_of(config):
         attends = [layer == "full_attention" for layer in config["layer_types"]]
         fields["attention.head_count_kv"] = [groups if one else 0 for one in attends]
     if kind == "granitemoehybrid":
-        fields["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
-    if kind != "lfm2":
+        fields["rope.scaling.finetuned"] = config.get("position_embedding_type") == "rope"
+    if kind == "lfm2":
+        fields["feed_forward_length"] = models.load_shapes(DATA / "lfm2").config.hidden
+    else:
         fields["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
     return fields
 

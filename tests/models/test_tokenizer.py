@@ -3,6 +3,7 @@
 import json
 import random
 from datetime import datetime
+from functools import partial
 from io import BytesIO
 
 import numpy as np
@@ -13,6 +14,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors, traine
 
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
+from models.text.chat import render
 from models.text.tokenizer import Tokenizer
 from tests.models import tiny_files
 from tests.models.golden import golden
@@ -55,15 +57,15 @@ def check_recorded(tokenizer, model):
 
 def test_tokenizer_smollm2_matches_recorded(smollm2):
     check_recorded(smollm2, "smollm2")
-    assert (smollm2.bos, smollm2.eos, smollm2.add_bos) == (1, 2, False)
-    assert smollm2.stop_tokens == {0, 2} and smollm2.size == 49152
+    assert (smollm2.eos, smollm2.prefix, smollm2.suffix) == (2, (), ())
+    assert smollm2.named_ends == {0, 2} and smollm2.size == 49152
 
 
 @pytest.mark.nightly
 def test_tokenizer_gemma3_matches_recorded(gemma3):
     tokenizer = gemma3.tokenizer
     check_recorded(tokenizer, "gemma3")
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (2, 1, True)
+    assert (tokenizer.eos, tokenizer.prefix) == (1, (2,))
     assert tokenizer.prompt("<bos>x", special=True).count(2) == 1
     assert tokenizer.encode("<end_of_turn>", special=True) == [106]
     for text in [*HARD, TEXT]:
@@ -156,7 +158,7 @@ O200K = (
 )
 def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
     inner = train_byte_level(cut)
-    named = dict(bos_token={"content": "<|begin|>"}, eos_token="<|im_end|>")
+    named = dict(bos_token={"__type": "AddedToken", "content": "<|begin|>"}, eos_token="<|im_end|>")
     folder = write_folder(tmp_path / "hf", inner, **named).tokenizer()
     model = json.loads(inner.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
@@ -172,7 +174,7 @@ def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
         assert folder.decode(ids) == file.decode(ids) == text == inner.decode(ids)
     for tokenizer in (folder, file):
         assert tokenizer.encode("a<|im_end|>", special=True)[-1] == 1
-        assert (tokenizer.bos, tokenizer.eos, tokenizer.stop_tokens) == (0, 1, {1})
+        assert (tokenizer.prefix, tokenizer.eos, tokenizer.named_ends) == ((0,), 1, {1})
         assert tokenizer.control == {"<|begin|>": 0, "<|im_end|>": 1}
 
 
@@ -208,7 +210,7 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
         assert ours.prompt(text) == [theirs.bos_id(), *theirs.encode(text)]
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode("</s>") != ours.encode("</s>", special=True) == [theirs.eos_id()]
-    assert ours.stop_tokens == {theirs.eos_id()}
+    assert ours.named_ends == {theirs.eos_id()}
     # A stream continues a text, so the space of its first word stays.
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
 
@@ -223,16 +225,17 @@ def test_folder_with_sentencepiece_rules(tmp_path):
     inner.normalizer = normalizers.Sequence(spaces)
     pieces = [decoders.Replace("▁", " "), decoders.ByteFallback()]
     inner.decoder = decoders.Sequence([*pieces, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    settings = {"bos_token": "<s>", "add_bos_token": True}
-    tokenizer = write_folder(tmp_path / "hf", inner, **settings).tokenizer()
+    before = dict(single="<s> $A", special_tokens=[("<s>", 1)])
+    inner.post_processor = processors.TemplateProcessing(**before)
+    tokenizer = write_folder(tmp_path / "hf", inner, bos_token="<s>").tokenizer()
     assert tokenizer.prompt("a b") == [1, 5, 2, 4]
     for text in ("a b", "鍵 a", " a"):
         assert tokenizer.decode(tokenizer.prompt(text)) == text
 
 
 def chatting(template):
-    named = dict(control={"<b>": 1, "<e>": 2}, bos=1, eos=2)
-    return Tokenizer(to_ids=None, to_bytes=None, size=256, template=template, **named)
+    renders = template and partial(render, template, bos_token="<b>", eos_token="<e>")
+    return Tokenizer(to_ids=None, to_bytes=None, size=256, control={}, render=renders)
 
 
 def test_chat_template_functions():
@@ -253,12 +256,13 @@ def test_chat_refused_templates_raise():
 
 def test_folder_chat_template_places(tmp_path):
     inner = train_byte_level(pre_tokenizers.ByteLevel())
+    hi = [{"role": "user", "content": "hi"}]
     several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     for template, said in (("s", "s"), (several, "d")):
         held = write_folder(tmp_path / "a", inner, chat_template=template)
-        assert held.tokenizer().chat([]) == said
+        assert held.tokenizer().chat(hi) == said
     (tmp_path / "a" / "chat_template.jinja").write_text("f")  # has priority
-    assert open_checkpoint(tmp_path / "a").tokenizer().chat([]) == "f"
+    assert open_checkpoint(tmp_path / "a").tokenizer().chat(hi) == "f"
 
 
 def test_tokenizer_refused_files_raise(tmp_path):

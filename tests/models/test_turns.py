@@ -1,11 +1,13 @@
 """Chat templates: the tokens that a turn adds, and the rest after turns are removed."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
+from models.text.chat import render
 from models.text.turns import frame_of, tokens_of_turn
 
 
@@ -44,7 +46,7 @@ FRAMES = [(name, ()) for name in TEMPLATES] + [("chatml", BRIEF), ("folded", BRI
 
 @pytest.mark.parametrize(("name", "system"), FRAMES, ids=str)
 def test_frame_of_without_first_turn_is_a_conversation(tokenizer, name, system):
-    tokenizer = replace(tokenizer, template=TEMPLATES[name])
+    tokenizer = replace(tokenizer, render=partial(render, TEMPLATES[name]))
     frame = frame_of(tokenizer, system)
     first = [*system, {"role": "user", "content": "One"}]
     both = [*first, {"role": "assistant", "content": "Uno"}, {"role": "user", "content": "Two"}]
@@ -55,6 +57,6 @@ def test_frame_of_without_first_turn_is_a_conversation(tokenizer, name, system):
 
 def test_begin_template_that_leaves_out_messages_raises(speaker):
     bare, template = replace(speaker.model), "{{ messages[-1].content }}"
-    vars(bare)["tokenizer"] = replace(speaker.model.tokenizer, template=template)
+    vars(bare)["tokenizer"] = replace(speaker.model.tokenizer, render=partial(render, template))
     with pytest.raises(ModelError, match="leaves out messages of a conversation"):
         replace(speaker, model=bare).begin(conversations=1, cells=10**12)

@@ -75,10 +75,13 @@ KEYS = json.loads((DATA / "fields_of_gguf.json").read_text())
 
 def fields_of(config):
     named = [(name, key) for name, keys in KEYS.items() for key in keys.split()]
-    return {name: config[key] for name, key in named if config.get(key) is not None}
+    fields = {name: config[key] for name, key in named if config.get(key) is not None}
+    theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    longest = config.get("max_position_embeddings", 128)
+    return {"context_length": longest} | fields | ({"rope.freq_base": theta} if theta else {})
 
 
-FIELDS = fields_of(CONFIG) | {"attention.head_count_kv": KV_HEADS, "context_length": 128}
+FIELDS = fields_of(CONFIG) | {"attention.head_count_kv": KV_HEADS}
 
 
 def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS):

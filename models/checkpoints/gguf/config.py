@@ -5,8 +5,9 @@ from typing import Any
 
 from models.checkpoints.gguf import gpt_oss, recurrent
 from models.checkpoints.gguf.metadata import Metadata
-from models.checkpoints.keys import brief_json, key_error
-from models.kinds import whole
+from models.checkpoints.ranges import LAYERS
+from models.errors import ModelError, brief_json, unsupported
+from models.kinds import check, whole
 
 CONVERTERS = {arch: module for module in (gpt_oss, recurrent) for arch in module.READ}
 """Module that converts tensors and keys of an architecture."""
@@ -21,7 +22,21 @@ _CONFIG = {
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
+}
+_REQUIRED = (
+    *("attention.layer_norm_rms_epsilon", "block_count", "context_length", "embedding_length"),
+)
+"""Metadata keys that llama.cpp requires for every architecture, without the prefix."""
+_SSM = tuple(
+    f"ssm.{name}"
+    for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
+)
+_REQUIRED_IN = {
+    "falcon-h1": _SSM,
+    "gpt-oss": ("attention.sliding_window", "expert_feed_forward_length"),
+    "granitehybrid": _SSM,
+    "lfm2": ("shortconv.l_cache",),
+    "mamba2": _SSM,
 }
 _SCALING = {
     "factor": "factor",
@@ -32,6 +47,7 @@ _SCALING = {
 
 _READ = {*_CONFIG.values(), *(f"rope.scaling.{name}" for name in _SCALING.values())} | {
     "rope.dimension_count",
+    "rope.freq_base",
     "rope.scale_linear",
     "rope.scaling.type",
 }
@@ -73,54 +89,90 @@ _TOKENIZER = frozenset(
 )
 
 
-def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> dict[str, Any]:
-    """Convert the metadata of a GGUF file to a config.
+def config_from_gguf(
+    arch: str, get: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: list | None = None
+) -> dict[str, Any]:
+    """Convert the metadata of a GGUF file to settings with the keys of `config.json`.
 
-    The value of a config key is None if the file does not have the corresponding metadata key.
+    The value of a setting is None if the file does not have the metadata key.
 
     Args:
       arch: architecture name in the file, the prefix of most keys.
       get: metadata of the file.
+      shapes: shapes of the tensors by Hugging Face name.
       factors: values of the tensor `rope_freqs.weight`; None if the file has no such tensor.
 
     Raises:
-      ModelError: If a metadata key or its value is unsupported.
+      ModelError: If a metadata key or its value is unsupported, or a key that llama.cpp requires is
+        missing.
       ModelError: If a value is out of range and other values are computed from it.
     """
+    for name in (*_REQUIRED, *_REQUIRED_IN.get(arch, ())):
+        if get(f"{arch}.{name}") is None:
+            raise ModelError(
+                f"{get.source}: expected {arch}.{name}, which llama.cpp requires, got none; "
+                "download it again."
+            )
     known_keys = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
     _check(f"{arch}.", known_keys, _ONLY, get)  # llama.cpp reads no other keys
     config = {key: get(f"{arch}.{name}") for key, name in _CONFIG.items()}
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = get(f"tokenizer.ggml.{key}_token_id")
     count = whole(0, 2**24)
+    get.checked(f"{arch}.block_count", whole(1, LAYERS))
     for key in ("num_attention_heads", "hidden_size", "head_dim"):
         config[key] = get.checked(f"{arch}.{_CONFIG[key]}", count)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if config["head_dim"] is None and heads and hidden:
         config["head_dim"] = hidden // heads
-    if arch == "gemma3":
-        # Only the largest Gemma 3 (62 layers) does not scale its queries by head_dim.
-        largest = config["num_hidden_layers"] == 62 and hidden and heads
-        config["query_pre_attn_scalar"] = hidden // heads if largest else config["head_dim"]
-        config["rope_local_base_freq"] = get(f"{arch}.rope.freq_base_swa")
-        config["sliding_window"] = get(f"{arch}.attention.sliding_window")
-        pattern = get(f"{arch}.attention.sliding_window_pattern")
-        if isinstance(pattern, list):  # newer files have a list by layer
-            kinds = ("full_attention", "sliding_attention")
-            config["layer_types"] = [kinds[bool(slides)] for slides in pattern]
-        else:
-            config["sliding_window_pattern"] = pattern
+    if config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = heads
+    biased = [f"model.layers.0.self_attn.{letter}_proj.bias" in shapes for letter in "qo"]
+    config["attention_bias"], config["attention_output_bias"] = biased
+    config["mamba_rms_norm"] = "model.layers.0.mamba.norm.weight" in shapes
+    config["tie_word_embeddings"] = "lm_head.weight" not in shapes
+    for name in ("model.embed_tokens.weight", "backbone.embeddings.weight"):
+        if shapes.get(name):
+            config["vocab_size"] = shapes[name][0]
     if arch in CONVERTERS:
         config |= CONVERTERS[arch].config_from_gguf(arch, get, config)
     values = get(f"{arch}.attention.value_length")
     if values not in (None, config["head_dim"]):
         expected = f"{config['head_dim']}, the size of a key"
-        raise key_error(f"{arch}.attention.value_length", expected, values, get.source)
-    config["rope_scaling"] = _scaling(arch, get, factors)
-    turned = get.checked(f"{arch}.rope.dimension_count", count)
-    if turned and config["head_dim"] and turned != config["head_dim"]:
-        config["partial_rotary_factor"] = turned / config["head_dim"]
+        raise unsupported(f"{arch}.attention.value_length", expected, values, get.source)
+    rotated = get.checked(f"{arch}.rope.dimension_count", count)
+    if rotated not in (None, 0, config["head_dim"]):
+        expected = f"{config['head_dim']}, the size of a head"
+        raise unsupported(f"{arch}.rope.dimension_count", expected, rotated, get.source)
+    rope = _scaling(arch, get, factors)
+    rope["rope_theta"] = get(f"{arch}.rope.freq_base", 10000.0)
+    config["rope_parameters"] = rope
+    if arch == "gemma3":
+        config |= _gemma3(get, config)
     return config
+
+
+def _gemma3(get: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of Gemma 3 to add or to replace."""
+    # Only the largest model (62 layers) does not scale its queries by head_dim.
+    c, layers = config, config["num_hidden_layers"]
+    largest = layers == 62 and c["hidden_size"] and c["num_attention_heads"]
+    pattern = get("gemma3.attention.sliding_window_pattern", 6)
+    if not isinstance(pattern, list):  # newer files have a list by layer
+        check(pattern, whole(1, LAYERS), "gemma3.attention.sliding_window_pattern", get.source)
+        pattern = [(layer + 1) % pattern for layer in range(layers)]
+    theta = get("gemma3.rope.freq_base_swa", 10000.0)
+    return {
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern],
+        "query_pre_attn_scalar": (
+            c["hidden_size"] // c["num_attention_heads"] if largest else c["head_dim"]
+        ),
+        "rope_parameters": {
+            "full_attention": c["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+        "sliding_window": get("gemma3.attention.sliding_window"),
+    }
 
 
 def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any]:
@@ -135,7 +187,7 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any]:
         kind = "linear"
     if factors is not None:
         if kind not in (None, "none"):
-            raise key_error(name, "left out next to rope_freqs.weight", factor, get.source)
+            raise unsupported(name, "left out next to rope_freqs.weight", factor, get.source)
         return {"rope_type": "factors", "factors": factors}
     if kind in (None, "none"):
         return {"rope_type": "default"}
@@ -164,4 +216,4 @@ def _check(
         value = get(key)
         if value not in only.get(name, ()):
             expected = " or ".join(map(brief_json, only.get(name, ()))) or "left out"
-            raise key_error(key, expected, value, get.source)
+            raise unsupported(key, expected, value, get.source)

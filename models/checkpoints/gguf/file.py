@@ -19,11 +19,12 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from models.checkpoints.checkpoint import Checkpoint, Tensor, check_numbers
-from models.checkpoints.config import complete
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.config import Config
 from models.checkpoints.gguf.config import CONVERTERS, check_tokenizer, config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.reader import Reader
+from models.checkpoints.tensor import Tensor, check_numbers
 from models.errors import ModelError, brief
 from models.kinds import TOKEN, whole
 
@@ -81,9 +82,9 @@ def open_gguf(path: Path) -> Checkpoint:
     if factors is not None:
         factors = check_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
     by_name = _plain_names(path, arch, stored)
-    config = config_from_gguf(arch, get, factors)
-    config["model_type"] = _FAMILIES[arch]
-    config = complete(config, {n: _shape(t) for n, t in by_name.items()}, str(path))
+    shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
+    values = config_from_gguf(arch, get, shapes, factors) | {"model_type": _FAMILIES[arch]}
+    config = Config(values, str(path))
     tensors = {
         name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in by_name.items()
     }
@@ -105,6 +106,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors=tensors,
         end_tokens=frozenset(end for end in ends if end is not None),
         load_tokenizer=load_tokenizer,
+        named_ends=True,
     )
 
 

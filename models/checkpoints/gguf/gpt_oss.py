@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoints.checkpoint import Tensor, join
 from models.checkpoints.gguf.halves import convert_tensors
 from models.checkpoints.gguf.metadata import Metadata
-from models.checkpoints.keys import key_error
+from models.checkpoints.tensor import Tensor, join
+from models.errors import unsupported
 
 READ = {
     "gpt-oss": {
@@ -89,9 +89,14 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
     """Return the config keys to add for gpt-oss; `config` has the keys that all models share."""
     hidden, name = config["intermediate_size"], f"{arch}.expert_feed_forward_length"
     if get(name) not in (None, hidden):
-        raise key_error(name, f"{hidden}, as feed_forward_length", get(name), get.source)
+        raise unsupported(name, f"{hidden}, as feed_forward_length", get(name), get.source)
+    layers = range(config["num_hidden_layers"])
     return {
+        "attention_bias": True,
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in layers],
         "num_experts_per_tok": get(f"{arch}.expert_used_count"),
         "num_local_experts": get(f"{arch}.expert_count"),
         "sliding_window": get(f"{arch}.attention.sliding_window"),
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
     }

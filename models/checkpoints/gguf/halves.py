@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from models.checkpoints.checkpoint import Tensor
+from models.checkpoints.tensor import Tensor
 from models.errors import ModelError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import Tensor, join
-from models.checkpoints.fields import LAYERS
 from models.checkpoints.gguf.halves import convert_tensors
 from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.ranges import LAYERS
+from models.checkpoints.tensor import Tensor, join
 from models.kinds import number, several, whole
 
 _SSM = {
@@ -161,6 +161,16 @@ def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+_FALCON = {
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier"), 1.0),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+    **dict.fromkeys(("key_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+    "mlp_multipliers": (1.0,) * 2,
+    "ssm_multipliers": (1.0,) * 5,
+}
+"""Multipliers of Falcon-H1, which are in the weights of a file."""
+
+
 def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Return the config keys to add or to replace; `config` has the keys that all models share."""
     count = whole(1, 2**24)
@@ -181,6 +191,9 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
             "state_size": numbers,
             "n_groups": groups,
             "conv_kernel": kernel,
+            "time_step_limit": (0.0, float("inf")),
+            "use_bias": False,
+            "use_conv_bias": True,
         }
     mixer = {
         "mamba_n_heads": heads,
@@ -188,13 +201,17 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
         "mamba_d_state": numbers,
         "mamba_n_groups": groups,
         "mamba_d_conv": kernel,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "time_step_limit": (0.0, float("inf")),
     }
     if arch == "falcon-h1":
-        return {"mamba_norm_before_gate": False, **mixer}
+        return {"mamba_norm_before_gate": False, **_FALCON, **mixer}
     by_layer = several(whole(0, 2**14), LAYERS)
     kv_heads = get.checked(f"{arch}.attention.head_count_kv", by_layer, [0])
+    other = "conv" if arch == "lfm2" else "linear_attention"
     kinds = {
-        "layer_types": ["attention" if count else "linear_attention" for count in kv_heads],
+        "layer_types": ["full_attention" if count else other for count in kv_heads],
         "num_key_value_heads": max(kv_heads) or None,
     }
     if arch == "lfm2":
@@ -208,8 +225,9 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
     return {
         "position_embedding_type": "rope" if get(f"{arch}.rope.scaling.finetuned") else None,
         "attention_multiplier": scale or (config["head_dim"] or 1) ** -0.5,
-        "embedding_multiplier": get(f"{arch}.embedding_scale"),
-        "residual_multiplier": get(f"{arch}.residual_scale"),
+        "attention_bias": False,
+        "embedding_multiplier": get(f"{arch}.embedding_scale", 1.0),
+        "residual_multiplier": get(f"{arch}.residual_scale", 1.0),
         "logits_scaling": get(f"{arch}.logit_scale"),
         "num_local_experts": get(f"{arch}.expert_count"),
         "num_experts_per_tok": get(f"{arch}.expert_used_count"),
