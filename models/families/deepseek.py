@@ -19,10 +19,11 @@ import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.tensor import Tensor
+from models.families import language_model
 from models.families.caches import Attends
 from models.families.experts import Experts
 from models.families.language_model import LanguageModel
-from models.families.layers import GatedFeed, Linear, RMSNorm, Vocabulary
+from models.families.layers import GatedFeed, Linear, RMSNorm
 from models.families.linear import linear, matrix
 from models.families.ropes import rope_of, yarn_sharpness
 from models.families.sources import Sources
@@ -57,7 +58,7 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(language_model.Config):
     """Configuration of DeepSeek; other fields are in `models.families.language_model`.
 
     dense: number of layers without experts, which are the first layers. The inner size of their
@@ -82,14 +83,11 @@ class Config:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    vocabulary: int
-    eps: float
     rope: Rope
     scale: float
     routing: Routing
     expert_hidden: int
     shared_hidden: int
-    tied: bool = False
     implementation: jaxkv.ops.attention.Implementation | None = None
 
 
@@ -198,11 +196,7 @@ class Block(nnx.Module):
 class DeepSeek(LanguageModel):
     """Flax module of DeepSeek V2 and V3."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in range(c.layers)])
-        self.norm = RMSNorm(c.width, c.eps, dtype)
+    block = Block
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -308,11 +302,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
         return tree | {"experts": experts(f"{layer}.mlp")} if sparse else tree
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=c.tied),
-        "blocks": {i: block(i) for i in range(c.layers)},
-        "norm": source.norm("model.norm"),
-    }
+    blocks = [block(i) for i in range(c.layers)]
+    return source.language_model(blocks, tied=c.tied)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:

@@ -83,11 +83,13 @@ class Experts(nnx.Module):
         self.width, self.count, self.router = width, count, router
         self.activation, self.biased = activation, bias
         inside = partial(Split, parts=hidden, of="numbers inside an expert", with_cells=True)
-        up = partial(_matrices, rngs, (count, width, hidden), dtype)
+        # `ragged_dot` requires `[count, rows, columns]`, from rows to columns.
+        matrices = partial(matrix, rngs, dtype=dtype, inputs=1)
+        up = partial(matrices, (count, width, hidden))
         # Gate and up projection are separate products: `ragged_dot` takes one matrix for each
         # expert, and a split of a joint matrix would separate gates from their products.
         self.gate, self.up = up(split=inside(axis=2)), up(split=inside(axis=2))
-        self.down = _matrices(rngs, (count, hidden, width), dtype, split=inside(axis=1))
+        self.down = matrices((count, hidden, width), split=inside(axis=1))
         if bias:
             zeros = jnp.zeros((count, hidden), dtype)
             self.gate_bias = nnx.Param(zeros, split=inside(axis=1))
@@ -130,11 +132,3 @@ class Experts(nnx.Module):
         if self.biased:
             gate, up = gate + self.gate_bias[...][experts], up + self.up_bias[...][experts]
         return self.activation(gate, up)
-
-
-def _matrices(
-    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split
-) -> nnx.Param:
-    # `ragged_dot` requires `[count, rows, columns]`, from rows to columns.
-    values = jax.random.normal(rngs.params(), shape, dtype) * shape[1] ** -0.5
-    return nnx.Param(values, split=split)

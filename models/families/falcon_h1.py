@@ -20,8 +20,8 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.tensor import Tensor
 from models.families import mamba2
 from models.families.caches import Attends, Layer
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
+from models.families.layers import Attention, GatedFeed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -29,7 +29,7 @@ ARCHITECTURES = ("falcon_h1",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionConfig):
     """Configuration of Falcon-H1; other fields are in `models.families.language_model`.
 
     mixer: configuration of the Mamba-2 mixer of each layer.
@@ -38,19 +38,11 @@ class Config:
     """
 
     layers: int
-    width: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
     mixer: mamba2.Sizes
     rope: Rope
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
-    tied: bool = False
-    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 class Block(nnx.Module):
@@ -76,11 +68,7 @@ class Block(nnx.Module):
 class FalconH1(LanguageModel):
     """Flax module of Falcon-H1."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = self.config = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in range(c.layers)])
-        self.norm = RMSNorm(c.width, c.eps, dtype)
+    block = Block
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
@@ -100,24 +88,17 @@ _MULTIPLIERS = (
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     if c["mamba_norm_before_gate"] and c["mamba_rms_norm"]:
         raise c.refusal("mamba_norm_before_gate", "False")
     c.ignore(_MULTIPLIERS)  # of the weights
     return Config(
+        **attention_fields(checkpoint),
         layers=c["num_hidden_layers"],
-        width=c["hidden_size"],
         hidden=c["intermediate_size"],
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        vocabulary=c["vocab_size"],
-        eps=c["rms_norm_eps"],
         mixer=mamba2.sizes_of(checkpoint, norm=c["mamba_rms_norm"]),
         rope=rope_of(checkpoint),
         embedding_factor=c["embedding_multiplier"],
         logits_factor=c["lm_head_multiplier"],
-        tied=c["tie_word_embeddings"],
     )
 
 
@@ -126,20 +107,16 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(with_multipliers(checkpoint, config.mixer))
 
     def block(layer: str) -> dict:
-        attention = f"{layer}.self_attn"
         return {
             "mix_norm": source.norm(f"{layer}.input_layernorm"),
-            "attention": source.attention(attention, kv_heads=config.kv_heads, bias=False),
+            "attention": source.attention(f"{layer}.self_attn", kv_heads=config.kv_heads),
             "mixer": mamba2.mixer_weights_of(source, config.mixer, f"{layer}.mamba"),
             "feed_norm": source.norm(f"{layer}.pre_ff_layernorm"),
             "feed": source.gated_feed(f"{layer}.feed_forward"),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(f"model.layers.{i}") for i in range(config.layers)},
-        "norm": source.norm("model.final_layernorm"),
-    }
+    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied, norm="model.final_layernorm")
 
 
 def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxkv
 from jaxkv import Ubatch
 from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary, gelu
+from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
+from models.families.layers import Attention, GatedFeed, RMSNorm, gelu
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -23,7 +22,7 @@ ARCHITECTURES = ("gemma3_text",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionConfig):
     """Configuration of Gemma 3; other fields are in `models.families.language_model`.
 
     ropes: rotary embedding of each layer.
@@ -31,20 +30,17 @@ class Config:
     final_softcap: soft limit of logits; None for no limit.
     """
 
-    width: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
     scale: float
     windows: tuple[Window | None, ...]
     ropes: tuple[Rope, ...]
     softcap: float | None = None
     final_softcap: float | None = None
-    tied: bool = True
-    implementation: jaxkv.ops.attention.Implementation | None = None
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, L."""
+        return len(self.windows)
 
 
 class Block(nnx.Module):
@@ -79,12 +75,8 @@ class Block(nnx.Module):
 class Gemma3(LanguageModel):
     """Flax module of Gemma 3."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = self.config = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.windows))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
+    block = Block
+    less_one = True
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
@@ -102,23 +94,16 @@ class Gemma3(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     rope, local = (rope_of(checkpoint, f"{kind}_attention") for kind in ("full", "sliding"))
     windows = windows_of(checkpoint)
     return Config(
-        width=c["hidden_size"],
+        **attention_fields(checkpoint),
         hidden=c["intermediate_size"],
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        vocabulary=c["vocab_size"],
-        eps=c["rms_norm_eps"],
         scale=c["query_pre_attn_scalar"] ** -0.5,
         windows=windows,
         ropes=tuple(rope if window is None else local for window in windows),
         softcap=c.get("attn_logit_softcapping"),
         final_softcap=c.get("final_logit_softcapping"),
-        tied=c["tie_word_embeddings"],
     )
 
 
@@ -127,23 +112,18 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
-        attention = source.attention(f"{layer}.self_attn", kv_heads=config.kv_heads, bias=False)
-        for name in ("q_norm", "k_norm"):
-            attention[name] = source.norm(f"{layer}.self_attn.{name}")
+        attention = f"{layer}.self_attn"
         return {
             "attention_norm": source.norm(f"{layer}.input_layernorm"),
-            "attention": attention,
+            "attention": source.attention(attention, kv_heads=config.kv_heads, norms="norm"),
             "after_attention_norm": source.norm(f"{layer}.post_attention_layernorm"),
             "feed_norm": source.norm(f"{layer}.pre_feedforward_layernorm"),
             "feed": source.gated_feed(f"{layer}.mlp"),
             "after_feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
-        "norm": source.norm("model.norm"),
-    }
+    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:

@@ -13,6 +13,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families import llama
 from models.families.caches import windows_of
 from models.families.experts import Experts, SoftmaxRouter
+from models.families.language_model import attention_fields
 from models.families.layers import Attention, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
@@ -77,23 +78,16 @@ class GptOss(llama.Llama):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     c.check_chosen("num_local_experts")
     return Config(
-        width=c["hidden_size"],
+        **attention_fields(checkpoint),
         hidden=c["intermediate_size"],
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        vocabulary=c["vocab_size"],
-        eps=c["rms_norm_eps"],
         rope=rope_of(checkpoint),
         windows=windows_of(checkpoint),
         experts=c["num_local_experts"],
         experts_per_token=c["num_experts_per_tok"],
         alpha=c["swiglu_alpha"],
         limit=c["swiglu_limit"],
-        tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],
     )
 
@@ -122,11 +116,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "experts": experts(f"{layer}.mlp"),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
-        "norm": source.norm("model.norm"),
-    }
+    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied)
 
 
 layers_of = llama.layers_of

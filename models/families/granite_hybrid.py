@@ -17,8 +17,8 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families import mamba2
 from models.families.caches import Attends, Layer
 from models.families.experts import Experts, SoftmaxRouter
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.language_model import HybridConfig, LanguageModel, attention_fields
+from models.families.layers import Attention, GatedFeed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -26,7 +26,7 @@ ARCHITECTURES = ("granitemoehybrid",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(HybridConfig):
     """Configuration of Granite 4; other fields are in `models.families.language_model`.
 
     attends: whether each of the L layers has attention; the other layers have a Mamba-2 mixer.
@@ -39,14 +39,7 @@ class Config:
     expert_hidden: inner size of an expert.
     """
 
-    attends: tuple[bool, ...]
-    width: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
     mixer: mamba2.Sizes
     rope: Rope | None
     scale: float
@@ -56,9 +49,7 @@ class Config:
     experts: int = 0
     experts_per_token: int = 0
     expert_hidden: int = 0
-    tied: bool = True
     bias: bool = False
-    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 class Block(nnx.Module):
@@ -101,12 +92,7 @@ class Block(nnx.Module):
 class GraniteHybrid(LanguageModel):
     """Flax module of Granite 4."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = self.config = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.attends))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype)
+    block = Block
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
@@ -120,7 +106,6 @@ class GraniteHybrid(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     experts = c.get("num_local_experts", 0)
     if experts:
         c.check_chosen("num_local_experts")
@@ -129,14 +114,9 @@ def config_of(checkpoint: Checkpoint) -> Config:
         raise c.refusal("position_embedding_type", "nope or rope")
     kinds = c.layer_kinds("full_attention", "linear_attention")
     return Config(
+        **attention_fields(checkpoint),
         attends=tuple(kind == "full_attention" for kind in kinds),
-        width=c["hidden_size"],
         hidden=c["shared_intermediate_size"],
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        vocabulary=c["vocab_size"],
-        eps=c["rms_norm_eps"],
         mixer=mamba2.sizes_of(checkpoint, bias=c["mamba_proj_bias"]),
         rope=rope_of(checkpoint) if c.get("position_embedding_type") == "rope" else None,
         scale=c["attention_multiplier"],
@@ -146,7 +126,6 @@ def config_of(checkpoint: Checkpoint) -> Config:
         experts=experts,
         experts_per_token=c["num_experts_per_tok"] if experts else 0,
         expert_hidden=c["intermediate_size"] if experts else 0,
-        tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],
     )
 
@@ -192,11 +171,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             tree["experts"] = experts(f"{layer}.block_sparse_moe")
         return tree
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(i) for i in range(len(config.attends))},
-        "norm": source.norm("model.norm"),
-    }
+    blocks = [block(i) for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

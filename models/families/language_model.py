@@ -1,43 +1,107 @@
-"""Base class of all model families.
+"""Base classes of all model families: the module and its configuration.
 
-Each family has a hashable `Config`. Several families have these fields:
+Several families have further fields in their configuration:
 
 - `layers`: number of layers, L.
-- `width`: size of a token's vector between layers.
 - `hidden`: inner size of the feed-forward modules.
-- `heads`: number of query heads, H.
-- `kv_heads`: number of key/value heads, K.
-- `head_dim`: size of a head, D.
-- `vocabulary`: number of token ids, V.
-- `eps`: epsilon of the norms.
 - `rope`: rotary embedding of queries and keys; None for no rotation.
 - `windows`: window of each layer; None for full attention.
 - `scale`: factor of query-key products.
-- `tied`: whether the embedding matrix is also the output matrix.
 - `bias`: whether query, key and value projections have biases.
-- `implementation`: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+import jaxkv
 from jaxkv import Ubatch
+from models.checkpoints.checkpoint import Checkpoint
 from models.families.layers import RMSNorm, Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Hashable configuration of a model.
+
+    vocabulary: number of token ids, V.
+    eps: epsilon of the norms.
+    tied: whether the embedding matrix is also the output matrix.
+    """
+
+    vocabulary: int
+    eps: float
+    tied: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(Config):
+    """Configuration of a model with attention.
+
+    width: size of a token's vector between layers.
+    heads: number of query heads, H.
+    kv_heads: number of key/value heads, K.
+    head_dim: size of a head, D.
+    implementation: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(AttentionConfig):
+    """Configuration of a model with recurrent layers; `attends` has True for attention layers."""
+
+    attends: tuple[bool, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, L."""
+        return len(self.attends)
+
+
+def attention_fields(checkpoint: Checkpoint, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
+    """Read the fields of `AttentionConfig`, except `implementation`, from a checkpoint.
+
+    The argument `eps` is the key of the epsilon. Raises `ModelError` if the number of query heads
+    is no multiple of the number of key/value heads.
+    """
+    c = checkpoint.config
+    c.check_divides("num_key_value_heads", "num_attention_heads")
+    return {
+        "width": c["hidden_size"],
+        "heads": c["num_attention_heads"],
+        "kv_heads": c["num_key_value_heads"],
+        "head_dim": c["head_dim"],
+        "vocabulary": c["vocab_size"],
+        "eps": c[eps],
+        "tied": c["tie_word_embeddings"],
+    }
 
 
 class LanguageModel(nnx.Module):
     """Model that maps tokens to logits: an embedding, layers, a norm and an output matrix.
 
-    vocabulary: module with the embedding and the head.
-    blocks: layers, functions from `(cache, ubatch, x)` to `(cache, x)`; `x` is `[R, T, width]`.
-    norm: normalisation of the last layer's output.
+    block: class of the layers. A layer is a function from `(cache, ubatch, x)` to `(cache, x)`;
+      `x` is `[R, T, width]`.
+    less_one: whether the norm of the last layer's output stores its factor minus 1.
     """
 
-    vocabulary: Vocabulary
-    blocks: nnx.List
-    norm: RMSNorm
+    block: type[nnx.Module]
+    less_one: bool = False
+
+    def __init__(self, config: Any, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = self.config = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        self.blocks = nnx.List([self.block(c, layer, dtype, rngs) for layer in range(c.layers)])
+        self.norm = RMSNorm(c.width, c.eps, dtype, less_one=self.less_one)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""

@@ -16,8 +16,9 @@ from jaxkv.ops import scans
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, Layer, Recurs
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary
+from models.families.language_model import HybridConfig, LanguageModel, attention_fields
+from models.families.layers import Attention, GatedFeed, Linear, RMSNorm
+from models.families.linear import matrix
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 from models.meshes import Split
@@ -26,25 +27,16 @@ ARCHITECTURES = ("lfm2",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(HybridConfig):
     """Configuration of LFM2; other fields are in `models.families.language_model`.
 
     attends: whether each of the L layers has attention; the other layers have a convolution.
     kernel: number of tokens that a convolution reads.
     """
 
-    attends: tuple[bool, ...]
-    width: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     kernel: int
-    vocabulary: int
-    eps: float
     rope: Rope
-    tied: bool = True
-    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 def split_of(config: Config) -> Split:
@@ -60,8 +52,7 @@ class ShortConvolution(nnx.Module):
         self.layer, split = layer, split_of(c)
         # Input gate, output gate and input of the convolution are one product.
         self.input = Linear(c.width, (3, c.width), dtype, rngs, split=split)
-        values = jax.random.normal(rngs.params(), (c.kernel, c.width), dtype) * c.kernel**-0.5
-        self.conv = nnx.Param(values, split=split)
+        self.conv = matrix(rngs, (c.kernel, c.width), dtype, inputs=0, split=split)
         self.output = Linear(c.width, c.width, dtype, rngs, split=split)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -99,18 +90,12 @@ class Block(nnx.Module):
 class LFM2(LanguageModel):
     """Flax module of LFM2."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.attends))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype)
+    block = Block
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     kinds = c.layer_kinds("full_attention", "conv")
     hidden = c["intermediate_size"]
     if c["block_auto_adjust_ff_dim"]:
@@ -118,17 +103,11 @@ def config_of(checkpoint: Checkpoint) -> Config:
         hidden = -(-hidden // c["block_multiple_of"]) * c["block_multiple_of"]
     c.ignore("block_ffn_dim_multiplier block_multiple_of")
     return Config(
+        **attention_fields(checkpoint, eps="norm_eps"),
         attends=tuple(kind == "full_attention" for kind in kinds),
-        width=c["hidden_size"],
         hidden=hidden,
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
         kernel=c["conv_L_cache"],
-        vocabulary=c["vocab_size"],
-        eps=c["norm_eps"],
         rope=rope_of(checkpoint),
-        tied=c["tie_word_embeddings"],
     )
 
 
@@ -137,10 +116,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(checkpoint)
 
     def attention(name: str) -> dict:
-        tree = source.attention(name, kv_heads=config.kv_heads, bias=False, output="out_proj")
-        return tree | {
-            f"{letter}_norm": source.norm(f"{name}.{letter}_layernorm") for letter in "qk"
-        }
+        names = {"output": "out_proj", "norms": "layernorm"}
+        return source.attention(name, kv_heads=config.kv_heads, **names)
 
     def convolution(name: str) -> dict:
         return {
@@ -151,7 +128,6 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     def block(i: int) -> dict:
         layer = f"model.layers.{i}"
-        feed = f"{layer}.feed_forward"
         return {
             "mix_norm": source.norm(f"{layer}.operator_norm"),
             "mixer": (
@@ -160,17 +136,11 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
                 else convolution(f"{layer}.conv")
             ),
             "feed_norm": source.norm(f"{layer}.ffn_norm"),
-            "feed": {
-                "gate_up": source.linear(f"{feed}.w1", f"{feed}.w3", parts=1),
-                "down": source.linear(f"{feed}.w2"),
-            },
+            "feed": source.gated_feed(f"{layer}.feed_forward", names=("w1", "w3", "w2")),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(i) for i in range(len(config.attends))},
-        "norm": source.norm("model.embedding_norm"),
-    }
+    blocks = [block(i) for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied, norm="model.embedding_norm")
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

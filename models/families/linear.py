@@ -11,10 +11,18 @@ FEW = 64
 
 
 def matrix(
-    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split = WHOLE
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    *,
+    inputs: int = -1,
+    split: Split = WHOLE,
 ) -> nnx.Param:
-    """Make random weights `[..., n]` for the function `linear`; n is the size of input vectors."""
-    values = jax.random.normal(rngs.params(), shape, dtype) * shape[-1] ** -0.5
+    """Make random weights; the dimension `inputs` has the size of the input vectors.
+
+    The input vectors are the last dimension of weights for the function `linear`.
+    """
+    values = jax.random.normal(rngs.params(), shape, dtype) * shape[inputs] ** -0.5
     return nnx.Param(values, split=split)
 
 

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxkv
 from jaxkv import Ubatch
 from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
 from models.families.experts import Experts, SoftmaxRouter
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
+from models.families.layers import Attention, GatedFeed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -24,7 +23,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionConfig):
     """Configuration of Llama; other fields are in `models.families.language_model`.
 
     output_bias: whether the output projection of attention has biases.
@@ -34,23 +33,20 @@ class Config:
     normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     """
 
-    width: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
     rope: Rope
     windows: tuple[Window | None, ...]
-    tied: bool = True
     bias: bool = False
     output_bias: bool = False
     norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
     normalised: bool = False
-    implementation: jaxkv.ops.attention.Implementation | None = None
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, L."""
+        return len(self.windows)
 
 
 class Block(nnx.Module):
@@ -86,41 +82,24 @@ class Block(nnx.Module):
 
 
 class Llama(LanguageModel):
-    """Flax module of Llama, Mistral, SmolLM2 and Qwen.
+    """Flax module of Llama, Mistral, SmolLM2 and Qwen; `LanguageModel` runs the layers."""
 
-    block: class of the layers; subclasses for other families have another class.
-    """
-
-    block: type[nnx.Module] = Block
-
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.windows))
-        self.blocks = nnx.List([self.block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype)
+    block = Block
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c, architecture = checkpoint.config, checkpoint.architecture
     selects = architecture == "qwen3_moe"
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     if selects:
         c.ignore("intermediate_size")  # of layers without experts
         c.check_chosen("num_experts")
     bias = c.get("attention_bias", architecture == "qwen2")
     return Config(
-        width=c["hidden_size"],
+        **attention_fields(checkpoint),
         hidden=c["moe_intermediate_size" if selects else "intermediate_size"],
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        vocabulary=c["vocab_size"],
-        eps=c["rms_norm_eps"],
         rope=rope_of(checkpoint),
         windows=windows_of(checkpoint),
-        tied=c["tie_word_embeddings"],
         bias=bias,
         output_bias=c.get("attention_output_bias", bias and architecture != "qwen2"),
         norms=architecture in ("qwen3", "qwen3_moe"),
@@ -140,10 +119,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             kv_heads=config.kv_heads,
             bias=config.bias,
             output_bias=config.output_bias,
+            norms="norm" if config.norms else None,
         )
-        if config.norms:
-            for name in ("q_norm", "k_norm"):
-                attention[name] = source.norm(f"{layer}.self_attn.{name}")
         return {
             "attention_norm": source.norm(f"{layer}.input_layernorm"),
             "attention": attention,
@@ -155,11 +132,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             ),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
-        "norm": source.norm("model.norm"),
-    }
+    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:

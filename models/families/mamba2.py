@@ -13,9 +13,11 @@ from flax import nnx
 import jaxkv
 from jaxkv.ops import scans
 from models.checkpoints.checkpoint import Checkpoint
+from models.families import language_model
 from models.families.caches import Recurs
 from models.families.language_model import LanguageModel
-from models.families.layers import Linear, RMSNorm, Vocabulary
+from models.families.layers import Linear, RMSNorm
+from models.families.linear import matrix
 from models.families.sources import Sources
 from models.meshes import Split
 
@@ -71,14 +73,16 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(language_model.Config):
     """Configuration of Mamba-2; the field `mixer` configures the mixer of each layer."""
 
     layers: int
-    vocabulary: int
-    eps: float
     mixer: Sizes
-    tied: bool = True
+
+    @property
+    def width(self) -> int:
+        """Size of a token's vector between layers."""
+        return self.mixer.width
 
 
 class Filter(nnx.Module):
@@ -94,8 +98,7 @@ class Filter(nnx.Module):
         bias: bool,
         split: Split,
     ):
-        values = jax.random.normal(rngs.params(), (kernel, channels), dtype) * kernel**-0.5
-        self.weight = nnx.Param(values, split=split)
+        self.weight = matrix(rngs, (kernel, channels), dtype, inputs=0, split=split)
         self.biased = bias
         if bias:
             self.bias = nnx.Param(jnp.zeros((1, channels), dtype), split=split)
@@ -167,7 +170,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
-        self.norm = RMSNorm(c.mixer.width, c.eps, dtype)
+        self.norm = RMSNorm(c.width, c.eps, dtype)
         self.mixer = Mixer(c.mixer, layer, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -180,11 +183,7 @@ class Block(nnx.Module):
 class Mamba2(LanguageModel):
     """Flax module of Mamba-2."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.mixer.width, dtype, rngs, tied=c.tied)
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in range(c.layers)])
-        self.norm = RMSNorm(c.mixer.width, c.eps, dtype)
+    block = Block
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -221,11 +220,9 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "mixer": mixer_weights_of(source, config.mixer, f"{layer}.mixer"),
         }
 
-    return {
-        "vocabulary": source.vocabulary("backbone.embeddings.weight", tied=config.tied),
-        "blocks": {i: block(f"backbone.layers.{i}") for i in range(config.layers)},
-        "norm": source.norm("backbone.norm_f"),
-    }
+    blocks = [block(f"backbone.layers.{i}") for i in range(config.layers)]
+    names = {"embedding": "backbone.embeddings", "norm": "backbone.norm_f"}
+    return source.language_model(blocks, tied=config.tied, **names)
 
 
 def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:

@@ -48,20 +48,16 @@ def weights_of(checkpoint: Checkpoint, config: llama.Config) -> dict:
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
-        name = f"{layer}.self_attn"
-        norms = {f"{letter}_norm": source.norm(f"{name}.{letter}_norm") for letter in "qk"}
+        attention = f"{layer}.self_attn"
         return {
-            "attention": source.attention(name, kv_heads=config.kv_heads, bias=False) | norms,
+            "attention": source.attention(attention, kv_heads=config.kv_heads, norms="norm"),
             "attention_norm": source.norm(f"{layer}.post_attention_layernorm"),
             "feed": source.gated_feed(f"{layer}.mlp"),
             "feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
-        "norm": source.norm("model.norm"),
-    }
+    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied)
 
 
 def config_of(checkpoint: Checkpoint) -> llama.Config:

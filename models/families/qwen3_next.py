@@ -15,8 +15,8 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, Layer, Recurs
 from models.families.delta_rule import scan_gated_delta
 from models.families.experts import Experts, SoftmaxRouter
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary
+from models.families.language_model import HybridConfig, LanguageModel, attention_fields
+from models.families.layers import Attention, GatedFeed, Linear, RMSNorm
 from models.families.mamba2 import Filter
 from models.families.ropes import rope_of
 from models.families.sources import Sources
@@ -26,7 +26,7 @@ ARCHITECTURES = ("qwen3_next",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(HybridConfig):
     """Configuration of Qwen3-Next; other fields are in `models.families.language_model`.
 
     attends: whether each of the L layers has attention; the other layers have a delta rule.
@@ -41,11 +41,6 @@ class Config:
     shared_hidden: inner size of the feed-forward part that every token uses.
     """
 
-    attends: tuple[bool, ...]
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     key_heads: int
     value_heads: int
     key_dim: int
@@ -56,11 +51,7 @@ class Config:
     normalised: bool
     expert_hidden: int
     shared_hidden: int
-    vocabulary: int
-    eps: float
     rope: Rope
-    tied: bool = False
-    implementation: jaxkv.ops.attention.Implementation | None = None
 
     @property
     def channels(self) -> int:
@@ -157,28 +148,20 @@ class Block(nnx.Module):
 class Qwen3Next(LanguageModel):
     """Flax module of Qwen3-Next."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.attends))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
+    block = Block
+    less_one = True
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     c.check_divides("linear_num_key_heads", "linear_num_value_heads")
     c.check_chosen("num_experts")
     c.ignore("intermediate_size")  # of layers without experts
     kinds = c.layer_kinds("full_attention", "linear_attention")
     return Config(
+        **attention_fields(checkpoint),
         attends=tuple(kind == "full_attention" for kind in kinds),
-        width=c["hidden_size"],
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
         key_heads=c["linear_num_key_heads"],
         value_heads=c["linear_num_value_heads"],
         key_dim=c["linear_key_head_dim"],
@@ -189,10 +172,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         normalised=c["norm_topk_prob"],
         expert_hidden=c["moe_intermediate_size"],
         shared_hidden=c["shared_expert_intermediate_size"],
-        vocabulary=c["vocab_size"],
-        eps=c["rms_norm_eps"],
         rope=rope_of(checkpoint, partly=True),
-        tied=c["tie_word_embeddings"],
     )
 
 
@@ -208,13 +188,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             queries, kv = gates - 1, [-2, -1]
             return heads[:, [*queries, *kv, *gates]].reshape(x.shape)
 
-        names = (f"{name}.{letter}_proj" for letter in "qkv")
-        return {
-            "qkv": source.linear(*names, parts=c.kv_heads, axis=1, turn=gates_last),
-            "output": source.linear(f"{name}.o_proj"),
-            "q_norm": source.norm(f"{name}.q_norm"),
-            "k_norm": source.norm(f"{name}.k_norm"),
-        }
+        return source.attention(name, kv_heads=c.kv_heads, norms="norm", turn=gates_last)
 
     def delta_rule(name: str) -> dict:
         def by_group(x: np.ndarray) -> np.ndarray:
@@ -248,11 +222,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "experts": source.experts(f"{layer}.mlp", count=c.experts),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=c.tied),
-        "blocks": {i: block(i) for i in range(len(c.attends))},
-        "norm": source.norm("model.norm"),
-    }
+    blocks = [block(i) for i in range(c.layers)]
+    return source.language_model(blocks, tied=c.tied)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

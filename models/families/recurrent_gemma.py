@@ -12,8 +12,9 @@ from jaxkv.ops import scans
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, Layer, Recurs
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
+from models.families.language_model import HybridConfig, LanguageModel, attention_fields
+from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, gelu
+from models.families.linear import matrix
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 from models.meshes import Split
@@ -22,7 +23,7 @@ ARCHITECTURES = ("recurrent_gemma",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(HybridConfig):
     """Configuration of RecurrentGemma; other fields are in `models.families.language_model`.
 
     attends: whether each of the L layers has attention; the other layers are recurrent.
@@ -33,22 +34,13 @@ class Config:
     softcap: soft limit of logits.
     """
 
-    attends: tuple[bool, ...]
-    width: int
     inner: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     kernel: int
     window: int
-    vocabulary: int
-    eps: float
     rope: Rope
     softcap: float
-    tied: bool = True
     bias: bool = False
-    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 def split_of(config: Config, *, axis: int) -> Split:
@@ -65,16 +57,10 @@ class Recurrence(nnx.Module):
         part, first, second = c.inner // c.heads, split_of(c, axis=0), split_of(c, axis=1)
         # Gate and input of the convolution are one product.
         self.input = Linear(c.width, (2, c.inner), dtype, rngs, bias=True, split=second)
-        self.conv = nnx.Param(
-            jax.random.normal(rngs.params(), (c.kernel, c.inner), dtype) * c.kernel**-0.5,
-            split=second,
-        )
+        self.conv = matrix(rngs, (c.kernel, c.inner), dtype, inputs=0, split=second)
         self.conv_bias = nnx.Param(jnp.zeros(c.inner, dtype), split=first)
         # Gates of input and decay: `[H, inner / H]` to twice the size, for each part.
-        self.gates = nnx.Param(
-            jax.random.normal(rngs.params(), (c.heads, part, 2 * part), dtype) * part**-0.5,
-            split=first,
-        )
+        self.gates = matrix(rngs, (c.heads, part, 2 * part), dtype, inputs=1, split=first)
         self.gates_bias = nnx.Param(jnp.zeros((c.heads, 2 * part), dtype), split=first)
         # Decay rates are float32 for every dtype.
         self.rate = nnx.Param(jnp.zeros(c.inner, jnp.float32), split=first)
@@ -129,12 +115,8 @@ class Block(nnx.Module):
 class RecurrentGemma(LanguageModel):
     """Flax module of RecurrentGemma."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = self.config = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.attends))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
+    block = Block
+    less_one = True
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
@@ -151,26 +133,19 @@ class RecurrentGemma(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    c.check_divides("num_key_value_heads", "num_attention_heads")
     c.check_divides("num_attention_heads", "lru_width")
     if c["head_dim"] * c["num_attention_heads"] != c["hidden_size"]:
         raise c.refusal("head_dim", "hidden_size divided by num_attention_heads")
     kinds = c.layer_kinds("sliding_attention", "linear_attention")
     return Config(
+        **attention_fields(checkpoint),
         attends=tuple(kind == "sliding_attention" for kind in kinds),
-        width=c["hidden_size"],
         inner=c["lru_width"],
         hidden=c["intermediate_size"] // 2,
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
         kernel=c["conv1d_width"],
         window=c["attention_window_size"],
-        vocabulary=c["vocab_size"],
-        eps=c["rms_norm_eps"],
         rope=rope_of(checkpoint, partly=True),
         softcap=c["logits_soft_cap"],
-        tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],
     )
 
@@ -207,11 +182,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "feed": source.gated_feed(f"{layer}.mlp_block", bias=True),
         }
 
-    return {
-        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
-        "blocks": {i: block(i) for i in range(len(config.attends))},
-        "norm": source.norm("model.final_norm"),
-    }
+    blocks = [block(i) for i in range(config.layers)]
+    return source.language_model(blocks, tied=config.tied, norm="model.final_norm")
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

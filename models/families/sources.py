@@ -1,6 +1,6 @@
 """Mapping from the tensors of a checkpoint to parameters, without reading the tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,29 +63,38 @@ class Sources:
         name: str,
         *,
         kv_heads: int,
-        bias: bool,
+        bias: bool = False,
         output_bias: bool = False,
         output: str = "o_proj",
+        norms: str | None = None,
+        turn: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> dict[str, dict]:
         """Return the tensors for an `Attention`.
 
-        The names of the tensors in the checkpoint must be those that most families use.
+        The name of the output projection in the checkpoint is `output`. The name of a norm is
+        `norms` after "q_" or "k_"; None for no norms. The function `turn` rearranges `qkv`.
         """
         names = (f"{name}.{letter}_proj" for letter in "qkv")
-        return {
-            "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1),
+        tree = {
+            "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1, turn=turn),
             "output": self.linear(f"{name}.{output}", bias=output_bias),
         }
+        if norms:
+            tree |= {f"{letter}_norm": self.norm(f"{name}.{letter}_{norms}") for letter in "qk"}
+        return tree
 
-    def gated_feed(self, name: str, *, bias: bool = False) -> dict[str, dict]:
-        """Return the tensors for a `GatedFeed`.
-
-        The names of the tensors in the checkpoint must be those that most families use.
-        """
-        names = f"{name}.gate_proj", f"{name}.up_proj"
+    def gated_feed(
+        self,
+        name: str,
+        *,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> dict[str, dict]:
+        """Return the tensors for a `GatedFeed`; `names` are those of gate, up and down matrix."""
+        gate, up, down = (f"{name}.{part}" for part in names)
         return {
-            "gate_up": self.linear(*names, bias=bias, parts=1),
-            "down": self.linear(f"{name}.down_proj", bias=bias),
+            "gate_up": self.linear(gate, up, bias=bias, parts=1),
+            "down": self.linear(down, bias=bias),
         }
 
     def experts(self, name: str, *, count: int) -> dict[str, Any]:
@@ -98,8 +107,17 @@ class Sources:
         router = {"weight": self.tensor(f"{name}.gate.weight")}
         return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}
 
-    def vocabulary(self, embedding: str, *, tied: bool) -> dict[str, Tensor]:
-        """Return the tensors for a `Vocabulary`."""
-        if tied:
-            return {"head": self.tensor(embedding)}
-        return {"head": self.tensor("lm_head.weight"), "embedding": self.tensor(embedding)}
+    def language_model(
+        self,
+        blocks: Sequence[dict],
+        *,
+        tied: bool,
+        embedding: str = "model.embed_tokens",
+        norm: str = "model.norm",
+    ) -> dict[str, dict]:
+        """Return the tensors for a `LanguageModel`, given those of its layers."""
+        vocabulary = {"head": self.tensor(f"{embedding}.weight" if tied else "lm_head.weight")}
+        if not tied:
+            vocabulary["embedding"] = self.tensor(f"{embedding}.weight")
+        blocks = dict(enumerate(blocks))
+        return {"vocabulary": vocabulary, "blocks": blocks, "norm": self.norm(norm)}

@@ -16,6 +16,7 @@ from flax import nnx
 
 import jaxkv
 from models.checkpoints.checkpoint import Checkpoint
+from models.families import language_model
 from models.families.caches import Attends, CrossAttends, Layer
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
@@ -26,7 +27,7 @@ ARCHITECTURES = ("t5",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(language_model.Config):
     """Configuration of T5; other fields are in `models.families.language_model`.
 
     encoders: number of layers of the encoder.
@@ -47,10 +48,7 @@ class Config:
     head_dim: int
     buckets: int
     max_distance: int
-    vocabulary: int
-    eps: float
     gated: bool
-    tied: bool
     scaled: bool
     start: int
     implementation: jaxkv.ops.attention.Implementation | None = None
@@ -266,10 +264,9 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     def feed(name: str) -> dict:
         name = f"{name}.DenseReluDense"
-        down = source.linear(f"{name}.wo")
-        if not config.gated:
-            return {"up": source.linear(f"{name}.wi"), "down": down}
-        return {"gate_up": source.linear(f"{name}.wi_0", f"{name}.wi_1", parts=1), "down": down}
+        if config.gated:
+            return source.gated_feed(name, names=("wi_0", "wi_1", "wo"))
+        return {"up": source.linear(f"{name}.wi"), "down": source.linear(f"{name}.wo")}
 
     def attention(name: str) -> dict:
         return {"qkv": product(name, "qkv"), "output": source.linear(f"{name}.o")}
@@ -302,14 +299,13 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         name = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return {"table": source.tensor(name)}
 
-    return {
-        "vocabulary": source.vocabulary("shared.weight", tied=config.tied),
+    blocks = [block(i) for i in range(config.layers)]
+    names = {"embedding": "shared", "norm": "decoder.final_layer_norm"}
+    return source.language_model(blocks, tied=config.tied, **names) | {
         "encoder_bias": bias("encoder"),
         "encoders": {i: encoder(i) for i in range(config.encoders)},
         "encoder_norm": source.norm("encoder.final_layer_norm"),
         "bias": bias("decoder"),
-        "blocks": {i: block(i) for i in range(config.layers)},
-        "norm": source.norm("decoder.final_layer_norm"),
     }
 
 
