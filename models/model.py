@@ -222,33 +222,13 @@ def load(
       array([19556], dtype=int32)
     """
     checkpoint = open_checkpoint(name_or_path)
-    family, config = family_of(checkpoint)
-    if implementation is not None:
-        if not hasattr(config, "implementation"):
-            raise ModelError(
-                f"{checkpoint.source} has no attention; leave out "
-                f"implementation={implementation!r}."
-            )
-        config = replace(config, implementation=implementation)
-    _check_cache(checkpoint, family, config, cache_dtype)
-    sources = family.weights_of(checkpoint, config)
+    model = _with_shapes(checkpoint, dtype, cache_dtype, implementation)
+    sources = model.family.weights_of(checkpoint, model.config)
     checkpoint.check_all_asked()
-    forward, shapes = functional(family, config, dtype)
-    _check_shapes(checkpoint, shapes, sources)
+    _check_shapes(checkpoint, model.params, sources)
     if mesh is not None:
-        shapes = _split(shapes, splits_of(family, config), mesh, rules)
-    return Model(
-        config=config,
-        params=_read(shapes, sources, progress),
-        forward=forward,
-        encoder=encoder_of(family, config, dtype),
-        checkpoint=checkpoint,
-        family=family,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        mesh=mesh,
-        rules=rules,
-    )
+        model = on_mesh(model, mesh, rules)
+    return replace(model, params=_read(model.params, sources, progress), rules=rules)
 
 
 def load_shapes(
@@ -282,8 +262,24 @@ def load_shapes(
       >>> cache.buffers.k[0].shape
       (1, 3, 512, 64)
     """
-    checkpoint = open_checkpoint(name_or_path, weights=False)
+    return _with_shapes(open_checkpoint(name_or_path, weights=False), dtype, cache_dtype)
+
+
+def _with_shapes(
+    checkpoint: Checkpoint,
+    dtype: Any,
+    cache_dtype: Any,
+    implementation: jaxkv.ops.attention.Implementation | None = None,
+) -> Model:
+    """Return the model of a checkpoint, in which each param is a `jax.ShapeDtypeStruct`."""
     family, config = family_of(checkpoint)
+    if implementation is not None:
+        if not hasattr(config, "implementation"):
+            raise ModelError(
+                f"{checkpoint.source} has no attention; leave out "
+                f"implementation={implementation!r}."
+            )
+        config = replace(config, implementation=implementation)
     _check_cache(checkpoint, family, config, cache_dtype)
     forward, shapes = functional(family, config, dtype)
     return Model(
@@ -317,14 +313,12 @@ def family_of(checkpoint: Checkpoint) -> tuple[ModuleType, Any]:
 
 def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Model:
     """Return a copy of a model from `load_shapes`; its params have shardings on the mesh."""
-    params = _split(model.params, splits_of(model.family, model.config), mesh, rules)
-    return replace(model, params=params, mesh=mesh, rules=rules)
-
-
-def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Any:
-    return jax.tree.map(
-        lambda shape, split: shape.update(sharding=split.over(mesh, rules)), shapes, splits
+    params = jax.tree.map(
+        lambda shape, split: shape.update(sharding=split.over(mesh, rules)),
+        model.params,
+        splits_of(model.family, model.config),
     )
+    return replace(model, params=params, mesh=mesh, rules=rules)
 
 
 def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, Any]:

@@ -16,15 +16,29 @@ from typing import Any
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
     """Record interrupts; yield a function that raises KeyboardInterrupt if one occurred."""
+    with defer_interrupts(raises=True) as came:
+
+        def check() -> None:
+            if came():
+                raise KeyboardInterrupt
+
+        yield check
+
+
+@contextmanager
+def defer_interrupts(*, raises: bool = False) -> Iterator[Callable[[], bool]]:
+    """Record interrupts; yield a function that returns whether one occurred.
+
+    An interrupt raises KeyboardInterrupt only if `raises` is True; Python then prints no message
+    about a dropped one. Steps that must complete, such as steps that donate a cache, run in a
+    context where it is False.
+    """
     came = False
 
     def note(signum: int, frame: Any) -> None:
         nonlocal came
         came = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if came:
+        if raises:
             raise KeyboardInterrupt
 
     def quiet(dropped: Any) -> None:
@@ -32,34 +46,13 @@ def watch_interrupts() -> Iterator[Callable[[], None]]:
             hook(dropped)
 
     if threading.current_thread() is not threading.main_thread():  # only that one receives signals
-        yield check
-        return
-    before, hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
-    sys.unraisablehook = quiet
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
-        sys.unraisablehook = hook
-
-
-@contextmanager
-def defer_interrupts() -> Iterator[Callable[[], bool]]:
-    """Record interrupts without raising errors; yield a function that returns whether one occurred.
-
-    Steps that must complete, such as steps that donate a cache, run in this context.
-    """
-    came = False
-
-    def note(signum: int, frame: Any) -> None:
-        nonlocal came
-        came = True
-
-    if threading.current_thread() is not threading.main_thread():  # only that one receives signals
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, note)
+    before, hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
+    if raises:
+        sys.unraisablehook = quiet
     try:
         yield lambda: came
     finally:
         signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook

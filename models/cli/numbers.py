@@ -19,6 +19,11 @@ MOST_CELLS = 2**30 - 1
 MOST_DEVICES = 2**20
 
 
+def refusal(expected: str, text: str) -> argparse.ArgumentTypeError:
+    """Return the error for the text of an argument that is not of the expected kind."""
+    return argparse.ArgumentTypeError(f"expected {expected}, got {brief(text)!r}")
+
+
 def whole(lowest: int, highest: int) -> Callable[[str], int]:
     """Return a parser of integers from `lowest` to `highest`."""
 
@@ -26,8 +31,7 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
         with contextlib.suppress(ValueError):
             if lowest <= int(text) <= highest:
                 return int(text)
-        expected = f"a whole number from {lowest} to {highest}"
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {brief(text)!r}")
+        raise refusal(f"a whole number from {lowest} to {highest}", text)
 
     return read
 
@@ -39,14 +43,11 @@ def mesh_sizes(text: str) -> dict[str, int]:
         name, _, size = axis.partition("=")
         count = int(size) if size.isdecimal() and len(size) < 10 else 0
         if not name.isidentifier() or name in sizes or not 1 <= count <= MOST_DEVICES:
-            raise argparse.ArgumentTypeError(
-                f"expected distinct names with sizes from 1 to {MOST_DEVICES}, such as "
-                f"data=2,tensor=2, got {brief(text)!r}"
-            )
+            named = f"distinct names with sizes from 1 to {MOST_DEVICES}"
+            raise refusal(f"{named}, such as data=2,tensor=2", text)
         sizes[name] = count
     if not sizes.keys() <= set(AXES):
-        expected = f"axes named {', '.join(AXES)}"
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {brief(text)!r}")
+        raise refusal(f"axes named {', '.join(AXES)}", text)
     return sizes
 
 
@@ -63,8 +64,7 @@ def bytes_of(text: str) -> int:
         count = float(amount) * (1024 if binary else 1000) ** power
         if 1 <= count < 2**63:
             return int(count)
-    expected = "a number of bytes from 1 to 2**63 - 1, such as 16GB or 80GiB"
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {brief(text)!r}")
+    raise refusal("a number of bytes from 1 to 2**63 - 1, such as 16GB or 80GiB", text)
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
@@ -78,6 +78,6 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[s
             x = float(text)
             if lowest <= x <= highest and math.isfinite(x) and not (above and x == lowest):
                 return x
-        raise argparse.ArgumentTypeError(f"expected a number {expected}, got {brief(text)!r}")
+        raise refusal(f"a number {expected}", text)
 
     return read

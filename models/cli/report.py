@@ -44,15 +44,9 @@ def note_shares(model: Model) -> None:
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.tree.leaves(model.params)
     )
-    parts = [f"{megabytes(size)} on all ({reason})" for reason, size in whole_bytes(model).items()]
-    note(
-        " | ".join(
-            (
-                f"mesh {axes_of(model.mesh.shape)}: {megabytes(share)} of weights on each device",
-                *parts,
-            )
-        )
-    )
+    parts = [f"mesh {axes_of(model.mesh.shape)}: {megabytes(share)} of weights on each device"]
+    parts += [f"{megabytes(size)} on all ({reason})" for reason, size in whole_bytes(model).items()]
+    note(" | ".join(parts))
 
 
 def tokens_of(texts: Sequence[Text]) -> tuple[int, int]:

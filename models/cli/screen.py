@@ -86,13 +86,19 @@ def note(line: str) -> None:
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Progress]:
-    """Show a progress bar, if stderr is a terminal."""
+    """Show a progress bar, if stderr is a terminal; the bar disappears at the end."""
     bar = None
 
     def tell(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:  # made late, so that a missing model prints one line and no bar
-            bar = make_bar(label, total)
+            bar = tqdm(
+                total=total,
+                desc=label,
+                leave=False,
+                disable=not sys.stderr.isatty(),
+                bar_format="{desc} {bar:30} {n_fmt} of {total_fmt}, {elapsed}",
+            )
         bar.update(done - bar.n)
         if done == total:
             bar.close()
@@ -106,36 +112,18 @@ def progress(label: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[Progress]:
-    """Print the progress of compilation, and its time at the end, to stderr."""
-    began, bar = perf_counter(), None
+    """Print the progress of compilation, which begins at 0, and its time at the end, to stderr."""
+    began = perf_counter()
+    with progress("compiling") as show:
 
-    def progress(done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = make_bar("compiling", total)
-            if bar.disable:
+        def tell(done: int, total: int) -> None:
+            if done == 0 and not sys.stderr.isatty():
                 note(f"compiling {plural(total, 'program')} ...")
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-            note(f"compiled {plural(total, 'program')} in {perf_counter() - began:.1f} s")
+            show(done, total)
+            if done == total:
+                note(f"compiled {plural(total, 'program')} in {perf_counter() - began:.1f} s")
 
-    try:
-        yield progress
-    finally:
-        if bar is not None:
-            bar.close()
-
-
-def make_bar(label: str, total: int) -> tqdm:
-    """Make a progress bar that is shown only on terminals and disappears at the end."""
-    return tqdm(
-        total=total,
-        desc=label,
-        leave=False,
-        disable=not sys.stderr.isatty(),
-        bar_format="{desc} {bar:30} {n_fmt} of {total_fmt}, {elapsed}",
-    )
+        yield tell
 
 
 def plural(count: int, noun: str) -> str:

@@ -49,7 +49,12 @@ class Talk:
             raise ChatError(
                 f"no command {plain(word)}: /help lists them; a message may begin with a space."
             )
-        COMMANDS[word].run(self, rest.strip())
+        command, rest = COMMANDS[word], rest.strip()
+        if rest and not command.takes:
+            raise ChatError(f"expected no argument, got {rest!r}; leave it out.")
+        if command.takes == "FILE" and not rest:
+            raise ChatError(f"expected a file name, got none; {word} FILE.")
+        command.run(self, *[rest] * bool(command.takes))
 
     def say(self, message: str) -> None:
         """Send a message and print the answer."""
@@ -100,11 +105,15 @@ class Talk:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the chat: name of its argument, help text, and function that runs it."""
+    """A command of the chat.
+
+    takes: name of the argument; "" for no argument, which `run` then does not get.
+    run: function of a `Talk` and the argument.
+    """
 
     takes: str
     help: str
-    run: Callable[[Talk, str], None]
+    run: Callable[..., None]
 
 
 def show(piece: str) -> None:
@@ -112,9 +121,8 @@ def show(piece: str) -> None:
     put(plain(piece), flush=True)
 
 
-def undo(talk: Talk, rest: str) -> None:
+def undo(talk: Talk) -> None:
     """Remove the last turn."""
-    _nothing(rest)
     turn = talk.chat.now.turns[-1:]
     talk.chat, why = edits.undo(talk.chat)
     talk.attempts.pop(talk.chat.current, None)
@@ -122,9 +130,8 @@ def undo(talk: Talk, rest: str) -> None:
     _note_lost(talk, why)
 
 
-def retry(talk: Talk, rest: str) -> None:
+def retry(talk: Talk) -> None:
     """Answer the last message again."""
-    _nothing(rest)
     before = talk.chat.now.turns[-1:]
     talk.chat, why = edits.retract_answer(talk.chat)
     _note_lost(talk, why)
@@ -155,26 +162,23 @@ def drop(talk: Talk, rest: str) -> None:
     note(f"{name}: " + ("emptied" if name == talk.chat.current else "removed"))
 
 
-def slide_now(talk: Talk, rest: str) -> None:
+def slide_now(talk: Talk) -> None:
     """Remove the oldest turns."""
-    _nothing(rest)
     before = talk.chat.now.gap
     talk.chat = slide(talk.chat)
     note(f"removed {plural(talk.chat.now.gap - before, 'token')} of the oldest turns")
 
 
-def draw(talk: Talk, rest: str) -> None:
+def draw(talk: Talk) -> None:
     """Print the cache table of all conversations."""
-    _nothing(rest)
     names = {conversation.sequence: name for name, conversation in talk.chat.conversations.items()}
     width = shutil.get_terminal_size((100, 24)).columns
     put(jaxkv.show(talk.chat.without_prefixes, width=width) + "\n")
     put("owner " + ", ".join(f"{seq} is {names[seq]}" for seq in sorted(names)) + "\n", flush=True)
 
 
-def stats(talk: Talk, rest: str) -> None:
+def stats(talk: Talk) -> None:
     """Print the used cells, counts of tokens, and speeds."""
-    _nothing(rest)
     chat, spent = talk.chat, talk.chat.spent
     used, cells = cells_of(chat.without_prefixes)
     kept = cells_of(chat.cache)[0] - used
@@ -198,7 +202,7 @@ def stats(talk: Talk, rest: str) -> None:
 
 def save_all(talk: Talk, rest: str) -> None:
     """Save all conversations to a file."""
-    path = _path(rest, "/save")
+    path = os.path.expanduser(rest)
     save(path, talk.chat, talk.speaker.model)
     count = plural(len(talk.chat.conversations), "conversation")
     note(f"saved {count} in {rest}, {megabytes(os.path.getsize(path))}")
@@ -206,17 +210,16 @@ def save_all(talk: Talk, rest: str) -> None:
 
 def load_all(talk: Talk, rest: str) -> None:
     """Replace all conversations by the conversations in a file."""
-    talk.chat = load(_path(rest, "/load"), talk.chat, talk.speaker.model)
+    talk.chat = load(os.path.expanduser(rest), talk.chat, talk.speaker.model)
     talk.attempts.clear()
     names = ", ".join(map(plain, talk.chat.conversations))
     note(f"loaded {plural(len(talk.chat.conversations), 'conversation')}: {names}")
     note(talk.describe())
 
 
-def help_all(talk: Talk, rest: str) -> None:
+def help_all(talk: Talk) -> None:
     """List the commands."""
     del talk
-    _nothing(rest)
     lines = [f"{f'{word} {command.takes}':<16}{command.help}" for word, command in COMMANDS.items()]
     put("\n".join(lines) + "\n", flush=True)
 
@@ -241,14 +244,3 @@ def _note_lost(talk: Talk, why: str) -> None:
     if why:
         count = plural(len(talk.chat.now.tokens) - talk.chat.num_cached, "token")
         note(f"note: {why}: {count} will be computed again with the next answer")
-
-
-def _nothing(rest: str) -> None:
-    if rest:
-        raise ChatError(f"expected no argument, got {rest!r}; leave it out.")
-
-
-def _path(rest: str, command: str) -> str:
-    if not rest:
-        raise ChatError(f"expected a file name, got none; {command} FILE.")
-    return os.path.expanduser(rest)
