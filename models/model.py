@@ -19,7 +19,7 @@ from jaxkv.core.partitioning import ShardingRules
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.open import open_checkpoint
 from models.checkpoints.tensor import Tensor
-from models.errors import ModelError
+from models.errors import ModelError, brief
 from models.families import (
     deepseek,
     falcon_h1,
@@ -306,7 +306,13 @@ def family_of(checkpoint: Checkpoint) -> tuple[ModuleType, Any]:
             f"{checkpoint.architecture!r}; give another model."
         )
     family = FAMILIES[checkpoint.architecture]
-    config = family.config_of(checkpoint)
+    try:
+        config = family.config_of(checkpoint)
+    except (ArithmeticError, TypeError, ValueError) as error:  # for example, no heads
+        raise ModelError(
+            f"{checkpoint.source}: expected settings of a {checkpoint.architecture!r} model, got "
+            f"others ({brief(error)}); download it again."
+        ) from error
     checkpoint.config.check_all_asked()
     return family, config
 

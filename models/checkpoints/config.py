@@ -35,7 +35,7 @@ class Config(Mapping[str, Any]):
         self._values = {key: value for key, value in values.items() if value is not None}
         self._source, self._defaults = source, defaults
         self._asked: set[str] = set()
-        check_ranges(self._values, source)
+        check_ranges(self._values, "", source)
 
     def __getitem__(self, key: str) -> Any:
         self._asked.add(key)

@@ -90,6 +90,9 @@ def config_of(checkpoint: Checkpoint) -> Config:
     c = checkpoint.config
     if c["mamba_norm_before_gate"] and c["mamba_rms_norm"]:
         raise c.refusal("mamba_norm_before_gate", "False")
+    for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+        if len(c[key]) != count:
+            raise c.refusal(key, f"a list of {count}, each a number,")
     c.ignore(_MULTIPLIERS)  # of the weights
     return Config(
         **attention_fields(checkpoint),

@@ -16,7 +16,15 @@ import models
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from tests.models import tiny_files
-from tests.models.tiny_files import CONFIG, DATA, HIDDEN, INNER, tiny_tensors, write_folder, write_gguf
+from tests.models.tiny_files import (
+    CONFIG,
+    DATA,
+    HIDDEN,
+    INNER,
+    tiny_tensors,
+    write_folder,
+    write_gguf,
+)
 
 Q8_0, Q4_0 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
 

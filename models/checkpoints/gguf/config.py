@@ -1,5 +1,6 @@
 """Metadata of GGUF files, converted to the keys of Hugging Face's `config.json`."""
 
+import re
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ from models.checkpoints.gguf import gpt_oss, recurrent
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.ranges import LAYERS
 from models.errors import ModelError, brief_json, unsupported
-from models.kinds import check, whole
+from models.kinds import check, number, whole
 
 CONVERTERS = {arch: module for module in (gpt_oss, recurrent) for arch in module.READ}
 """Module that converts tensors and keys of an architecture."""
@@ -52,6 +53,14 @@ _READ = {*_CONFIG.values(), *(f"rope.scaling.{name}" for name in _SCALING.values
     "rope.scaling.type",
 }
 """Metadata keys that are read for every architecture, without the prefix."""
+_OTHER_TYPES = {
+    "attention.sliding_window_pattern",
+    "rope.scaling.finetuned",
+    "rope.scaling.type",
+}
+"""Metadata keys with texts, flags or lists; all others have numbers."""
+_FLOATS = re.compile("epsilon|scal(?!ing.original)|freq|yarn")
+_FLOAT, _INT = number(-1e30, 1e30), whole(0, 2**31 - 2)
 _READ_IN = {
     "gemma3": {
         "attention.sliding_window",
@@ -115,13 +124,11 @@ def config_from_gguf(
             )
     known_keys = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
     _check(f"{arch}.", known_keys, _ONLY, get)  # llama.cpp reads no other keys
-    config = {key: get(f"{arch}.{name}") for key, name in _CONFIG.items()}
-    for key in ("bos", "eos"):
-        config[f"{key}_token_id"] = get(f"tokenizer.ggml.{key}_token_id")
-    count = whole(0, 2**24)
+    by_layer = {"attention.head_count_kv"} if arch in ("granitehybrid", "lfm2") else set()
+    for name in known_keys - _MEANINGLESS - _OTHER_TYPES - by_layer:
+        get.checked(f"{arch}.{name}", _FLOAT if _FLOATS.search(name) else _INT)
     get.checked(f"{arch}.block_count", whole(1, LAYERS))
-    for key in ("num_attention_heads", "hidden_size", "head_dim"):
-        config[key] = get.checked(f"{arch}.{_CONFIG[key]}", count)
+    config = {key: get(f"{arch}.{name}") for key, name in _CONFIG.items()}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if config["head_dim"] is None and heads and hidden:
         config["head_dim"] = hidden // heads
@@ -140,7 +147,7 @@ def config_from_gguf(
     if values not in (None, config["head_dim"]):
         expected = f"{config['head_dim']}, the size of a key"
         raise unsupported(f"{arch}.attention.value_length", expected, values, get.source)
-    rotated = get.checked(f"{arch}.rope.dimension_count", count)
+    rotated = get(f"{arch}.rope.dimension_count")
     if rotated not in (None, 0, config["head_dim"]):
         expected = f"{config['head_dim']}, the size of a head"
         raise unsupported(f"{arch}.rope.dimension_count", expected, rotated, get.source)

@@ -16,7 +16,7 @@ from models.checkpoints.gguf.halves import convert_tensors
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.ranges import LAYERS
 from models.checkpoints.tensor import Tensor, join
-from models.kinds import number, several, whole
+from models.kinds import several, whole
 
 _SSM = {
     f"ssm.{name}"
@@ -173,9 +173,8 @@ _FALCON = {
 
 def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Return the config keys to add or to replace; `config` has the keys that all models share."""
-    count = whole(1, 2**24)
     kernel, inner, numbers, heads, groups = (
-        get.checked(f"{arch}.ssm.{name}", count)
+        get(f"{arch}.ssm.{name}")
         for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
     )
     head_dim = inner // heads if inner and heads else None
@@ -221,7 +220,7 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
             "norm_eps": config["rms_norm_eps"],
             **kinds,
         }
-    scale = get.checked(f"{arch}.attention.scale", number(0, 1e6))
+    scale = get(f"{arch}.attention.scale")
     return {
         "position_embedding_type": "rope" if get(f"{arch}.rope.scaling.finetuned") else None,
         "attention_multiplier": scale or (config["head_dim"] or 1) ** -0.5,
