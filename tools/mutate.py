@@ -138,8 +138,8 @@ def main() -> int:
         jobs = [(m, runs_of(m.file)) for m in drawn]
         for mutant, how, test, seconds in outcomes(jobs, sources, trees, history, end):
             tried.append(how)
-            line = f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.kind} {mutant.file}:{mutant.line} "
-            line += f"{mutant.where}  {test}" if how else mutant.where
+            line = f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.kind:9} "
+            line += f"{mutant.file}:{mutant.line} {mutant.where}  {test if how else ''}"
             print(line if how else f"{line}\n{mutant.diff(sources[mutant.file])}", flush=True)
 
     killed, all_ = sum(map(bool, tried)), len(tried)
@@ -251,7 +251,8 @@ def run(tree: Path, tests: list[str], mutant: Mutant | None, history: History) -
         sys.path[:] = [str(tree), *(p for p in sys.path if p not in ("", str(ROOT)))]
         with open("began", "w", encoding="utf-8") as began:
             signal.alarm(60)
-            importlib.import_module("jaxkv")
+            for name in ("jaxkv", "jaxkv.serving"):  # else pytest imports their files as others
+                importlib.import_module(name)
             code = pytest.main([*OPTIONS, *tests], plugins=[Watch(mutant, history, began)])
     except BaseException:
         traceback.print_exc()
