@@ -17,7 +17,7 @@ from jaxkv.core.validate import check_count, check_int32
 from jaxkv.hybrid import HybridTable, compose_hybrid_cache
 from jaxkv.jit_helpers import check_concrete_cache
 from jaxkv.snapshot.cells import CellPart, SourcePart
-from jaxkv.snapshot.file import SnapshotFile, no_cache_error, shorten
+from jaxkv.snapshot.file import SnapshotFile, raise_no_cache, shorten
 from jaxkv.snapshot.parts import Part, buffer_names, from_json, to_json
 from jaxkv.snapshot.states import StatePart
 from jaxkv.spec import TableSpec, check_distinct
@@ -86,11 +86,14 @@ def cache_shapes(file: SnapshotFile) -> Cache:
         cache = jax.eval_shape(partial(make_empty_cache, file))
         expected, found = describe(cache), file.description["cache"]
         if json.dumps(expected, sort_keys=True) != json.dumps(found, sort_keys=True):
-            raise ValueError(f"expected the description {shorten(expected)}, got {shorten(found)}")
+            raise ValueError(
+                f"expected the description {shorten(expected)}, got {shorten(found)}; save the "
+                "snapshot again"
+            )
         _check_arrays(file, cache)
         return cache
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise no_cache_error(error) from None
+        raise_no_cache(error)
 
 
 def check_size(file: SnapshotFile, saved: Cache, max_bytes: int | None) -> None:
@@ -108,10 +111,14 @@ def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
     """Raise a ValueError if arrays, sequence ids or token lists do not match the cache."""
     saved, tokens = file.description["sequences"], file.description["tokens"]
     if list_sequences(cache.table.spec, saved) != saved:
-        raise ValueError(f"expected a list of sequence ids, got {shorten(saved)}")
+        raise ValueError(
+            f"expected a list of sequence ids, got {shorten(saved)}; save the snapshot again"
+        )
     for text in tokens:
         if np.ndim(check_int32([] if text is None else text, "tokens")) != 1:
-            raise ValueError(f"expected tokens as a flat list, got {shorten(text)}")
+            raise ValueError(
+                f"expected tokens as a flat list, got {shorten(text)}; save the snapshot again"
+            )
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for part, part_cache, table, buffers in name_parts(cache):
         (count,) = file.arrays[f"{table}cell"][1]

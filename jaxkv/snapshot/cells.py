@@ -321,7 +321,10 @@ def _buffer_shapes(
     )
     made = jax.eval_shape(make)
     if made.table.placement != static["placement"]:
-        raise ValueError(f"expected a placement of {made.table.placement}, got {placement}")
+        raise ValueError(
+            f"expected a placement of {made.table.placement}, got {placement}; save the snapshot "
+            "again"
+        )
     return made.buffers
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -245,16 +245,16 @@ def _parse_description(
             for name, entry in entries.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise no_cache_error(error) from None
+        raise_no_cache(error)
 
 
-def no_cache_error(error: Exception) -> ValueError:
-    """Return the error for a description that does not describe a cache."""
+def raise_no_cache(error: Exception) -> NoReturn:
+    """Raise the ValueError for a description that does not describe a cache."""
     cause = " ".join(f"{type(error).__name__}: {error}".split())
-    return ValueError(
+    raise ValueError(
         f"expected a snapshot that describes a cache, got one that does not ({shorten(cause)}); it "
         "was not written by jaxkv.snapshot"
-    )
+    ) from None
 
 
 def shorten(value: object) -> str:
@@ -265,7 +265,7 @@ def shorten(value: object) -> str:
 
 def _parse_finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"expected finite numbers, got {text}")
+        raise ValueError(f"expected finite numbers, got {text}; save the snapshot again")
     return number
 
 
@@ -280,7 +280,7 @@ def _check_nesting(value: Json, levels: int) -> None:
             for item in (outer.values() if isinstance(outer, dict) else outer)
         ]
     if any(isinstance(item, list | dict) for item in found):
-        raise RecursionError(f"expected at most {levels} levels of lists and dicts, got more")
+        raise RecursionError(f"expected at most {levels} levels of lists, got more; flatten them")
 
 
 def _remove_abandoned_files(folder: Path) -> None:

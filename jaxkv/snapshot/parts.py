@@ -194,8 +194,13 @@ def from_json(value: Any) -> Any:
         if name == "Rope":
             for number in (*fields["frequencies"], fields["attention_factor"]):
                 if type(number) not in (int, float):
-                    raise ValueError(f"expected a rope of numbers, got {number!r}")
+                    raise ValueError(
+                        f"expected a rope of numbers, got {number!r}; save the snapshot again"
+                    )
             if not isinstance(fields["interleaved"], int):  # also a bool
-                raise ValueError(f"expected interleaved as a bool, got {fields['interleaved']!r}")
+                raise ValueError(
+                    f"expected interleaved as a bool, got {fields['interleaved']!r}; save the "
+                    "snapshot again"
+                )
         return _VALUES[name](**fields)
     return value

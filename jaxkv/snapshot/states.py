@@ -73,7 +73,10 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         check_sequences_and_streams(sizes["sequences"], sizes["streams"])
         numbers = {name.partition(".")[0] for name in entries}
         if sizes["layers"] != len(numbers):
-            raise ValueError(f"expected {len(numbers)} layers, as saved, got {sizes['layers']}")
+            raise ValueError(
+                f"expected {len(numbers)} layers, as saved, got {sizes['layers']}; save the "
+                "snapshot again"
+            )
         table = StateTable(**empty_fields(**sizes), **static)
         layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(sizes["layers"]))
         for name, (dtype, (_, *shape)) in entries.items():
