@@ -260,6 +260,8 @@ class _Finder(ast.NodeVisitor):
                     self.put(self.start(node), self.stop(node), str(near))
 
     def visit_If(self, node: ast.If) -> None:
+        if self.text(node.test) == "TYPE_CHECKING":
+            return
         self.put(self.start(node.test), self.stop(node.test), f"not ({self.text(node.test)})")
         self.generic_visit(node)
 

@@ -70,14 +70,14 @@ KNOWN_BY = {
     "every_argument prefix",
     "jaxkv/recurrent/copy.py": "prefix copies recurrent stale_plans stateful every_argument",
     "jaxkv/hybrid.py": "arguments limits window recurrent stale_plans plan_reasons stateful "
-    "sources copies",
-    "jaxkv/planning/*.py": "arguments limits llama_cpp_edge_cases plan_reasons batch step sets "
-    "streams window recurrent stale_plans stateful sources every_argument loop_contract",
-    "jaxkv/generation/*.py": "loop_contract loop_arguments nothing attention_layers decode "
-    "generate prefill sampling logits score sliding beams",
-    "jaxkv/generation/speculative/*.py": "speculation speculation_models loop_contract "
-    "loop_arguments nothing",
-    "jaxkv/serving/*.py": "batching batching_store prefix",
+    "sources copies hybrid_plans",
+    "jaxkv/planning/*.py": "layout_edges hybrid_plans arguments limits llama_cpp_edge_cases "
+    "plan_reasons batch step sets streams window recurrent stale_plans stateful sources every_argument loop_contract",
+    "jaxkv/generation/*.py": "loop_edges loop_contract loop_arguments nothing attention_layers "
+    "decode generate prefill sampling logits score sliding beams",
+    "jaxkv/generation/speculative/*.py": "speculation_edges speculation speculation_models "
+    "loop_contract loop_arguments nothing",
+    "jaxkv/serving/*.py": "batching_edges batching batching_store prefix",
     "jaxkv/serving/prefix_cache/*.py": "prefix batching_store",
 }
 """The mutated code, as patterns of its files, and the tests of each."""

@@ -10,7 +10,9 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation import Constraint, make_sampler
-from jaxkv.generation.speculative.acceptance import _find_first_accepted
+from jaxkv.generation.speculative import token_tree
+from jaxkv.generation.speculative.acceptance import _find_first_accepted, verify_branches
+from jaxkv.generation.speculative.drafters import DraftTokens
 from tests.generation.test_speculation import Known
 from tests.generation.tiny import BEST, begun, by_table, decoded, ends, forward, speculated, texts
 from tests.helpers.caches import VOCABULARY, Kind, attention_cache, filled
@@ -101,6 +103,7 @@ def test_prompt_lookup_proposes_what_followed_the_last_match_of_all_tokens():
     prompts = [[1, 2, 7, 8, 9, 3, 2, 4, 6, 1], [1, 2, 7, 5, 2, 6, 1], [3, 4, 5, 6], [4, 7, 7]]
     assert proposed(prompts, [2, 2, 7, 7], ngram=2) == [[[7, 8, 9]], [[7, 5, 2]], [[]], [[7]]]
     assert proposed(prompts, [2, 2, 7, 7], [1, 0, 1, 1], ngram=2)[:2] == [[[7, 8, 9]], [[]]]
+    assert proposed([[0, 6, 5, 0], [6]], [6, 6], ngram=2) == [[[5, 0, 6]], [[]]]  # 0 is a token
 
 
 def test_prompt_lookup_branches_differ():
@@ -130,6 +133,31 @@ def test_tree_draft_model_says_what_decode_says():
     made = speculated(draft, cache, state, num_tokens=6)
     assert_as_decode(made, wanted)
     assert made.num_accepted.tolist() == [4, 2] and made.num_model_steps.tolist() == [2, 1]
+
+
+def test_branches_take_free_sequences_of_the_stream():
+    cache = filled(1, 0, 0, 0, 1, 1, 0, 1, kind=Kind("two", cells=8, sequences=8, streams=2))
+    found = token_tree.assign_branch_sequences(cache.table, jnp.array([4, 0]), 3)
+    assert found.tolist() == [[4, 6, 8], [0, 1, 2]]  # 8: none is left
+
+
+def test_verified_branches_are_those_that_agree_with_the_text_so_far():
+    """Branch 0 is rejected at its first token, so its second token is not offered."""
+    none, certain = -jnp.inf, jnp.array([0.0, -jnp.inf, -jnp.inf])
+    half = jnp.array([0.0, none, 0.0])
+    logits = jnp.stack([certain[::-1], half, half, half, half])  # root, then branch by branch
+    rows, tokens = 64, jnp.array([[[1, 0], [2, 2]]])
+    drawn_from = jnp.broadcast_to(certain[::-1], (rows, 2, 2, 3))
+    drawn_from = drawn_from.at[:, :, 0].set(jnp.array([none, 0.0, 0.0]))
+    draft = DraftTokens(jnp.repeat(tokens, rows, axis=0), jnp.ones((rows, 2, 2), bool), drawn_from)
+    cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=8, sequences=rows)
+    state = begun(cache, tokens=[0] * rows, sequences=range(rows), seed=1)
+    sampler, ok = make_sampler(temperature=1.0), jnp.ones(rows, bool)
+    made, _, holds, _, branch = verify_branches(
+        sampler, jnp.broadcast_to(logits, (rows, 5, 3)), draft, state, ok
+    )
+    assert (made[:, 0] == 2).all() and holds[:, 1].all() and (branch == 1).all()
+    assert 16 < (made[:, 1] == 0).sum() < 48 and set(made[:, 1].tolist()) == {0, 2}
 
 
 def test_tree_draft_model_with_fewer_tokens_than_branches_raises():
