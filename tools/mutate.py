@@ -72,7 +72,8 @@ KNOWN_BY = {
     "jaxkv/hybrid.py": "arguments limits window recurrent stale_plans plan_reasons stateful "
     "sources copies hybrid_plans",
     "jaxkv/planning/*.py": "layout_edges hybrid_plans arguments limits llama_cpp_edge_cases "
-    "plan_reasons batch step sets streams window recurrent stale_plans stateful sources every_argument loop_contract",
+    "plan_reasons batch step sets streams window recurrent stale_plans stateful sources "
+    "every_argument loop_contract",
     "jaxkv/generation/*.py": "loop_edges loop_contract loop_arguments nothing attention_layers "
     "decode generate prefill sampling logits score sliding beams",
     "jaxkv/generation/speculative/*.py": "speculation_edges speculation speculation_models "
