@@ -7,6 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
+from jaxkv.generation.beam import BeamTexts, advance_search, init_search, is_filled
 from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.sampler import adjust_logits
 from tests.generation.tiny import forward
@@ -95,6 +96,20 @@ def test_beam_without_an_allowed_token_ends_with_what_it_has():
         assert 7 not in text[:-1] and length == 4
         pairs = zip(text, text[1:], strict=False)
         np.testing.assert_allclose(score, sum(chances[pair] for pair in pairs), atol=1e-4)
+
+
+def test_beam_search_drops_a_beam_without_an_allowed_token():
+    search = init_search(2, 3)
+    scores = jnp.array([-1.0, -2.0])
+    living = BeamTexts(jnp.array([[7, -1, -1], [3, -1, -1]]), scores, jnp.array([1, 1]))
+    search = search._replace(living=living, length=jnp.int32(1))
+    logits = jnp.array([[-jnp.inf] * 4, [0.0, 0.0, -jnp.inf, -jnp.inf]])
+    with jax.disable_jit():  # compiled for a CPU, top_k leaves NaN out
+        parents, after = advance_search(search, logits, np.zeros(0, np.int32), jnp.float32(1))
+    assert parents.tolist() == [1, 1] and after.living.tokens[:, 1].tolist() == [0, 1]
+    np.testing.assert_allclose(after.living.scores, [-2 - np.log(2)] * 2, atol=1e-6)
+    _, none = advance_search(search, logits[:1].repeat(2, 0), np.zeros(0, np.int32), jnp.float32(1))
+    assert not is_filled(none.living).any() and not is_filled(none.ended).any()
 
 
 def test_sampler_of_rows_filters_only_rows_that_ask_for_it():

@@ -32,10 +32,13 @@ def either_order(*parts):
 
 @pytest.mark.parametrize("parts", either_order(attention(cells=4), attention(cells=9)), ids=[1, 2])
 def test_plan_fits_where_every_part_has_cells(parts):
-    plan = jaxkv.init_batch(told(*parts), make_batch([[1, 2], [3, 4, 5]]))
-    assert plan.reason.tolist() == [Reason.OK, Reason.OUT_OF_CELLS, Reason.OK]
-    assert plan.fits.tolist() == [True, False, True]
-    assert (plan.expected[1], plan.actual[1]) == (3, 2)
+    """The sequence with fewer tokens fits, in any order of the tokens."""
+    for tokens, refused in (([[1, 2], [3, 4, 5]], 1), ([[1, 2, 3], [4, 5]], 0)):
+        plan = jaxkv.init_batch(told(*parts), make_batch(tokens))
+        wanted = [Reason.OUT_OF_CELLS if seq == refused else Reason.OK for seq in range(3)]
+        assert plan.reason.tolist() == wanted and not plan.ok
+        assert plan.fits.tolist() == [seq != refused for seq in range(3)]
+        assert (plan.expected[refused], plan.actual[refused]) == (3, 2)
 
 
 RUNS = [attention(cells=cells, placement="contiguous") for cells in (6, 12)]
@@ -49,6 +52,8 @@ def test_plan_needs_a_run_of_cells_in_every_part(parts):
     plan = jaxkv.init_batch(cache, make_batch([1, 2, 3]))
     assert plan.reason.tolist() == [Reason.FRAGMENTED, Reason.OK, Reason.OK]
     assert jaxkv.init_batch(cache, make_batch([1, 2])).ok
+    plan = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [1] * 9]))
+    assert plan.reason.tolist() == [Reason.FRAGMENTED, Reason.OUT_OF_CELLS, Reason.OK]
 
 
 def states(**sizes):
@@ -79,10 +84,12 @@ def test_edit_that_one_part_refuses_changes_no_part(parts):
 
 
 def test_parts_with_other_last_positions_are_read_and_emptied():
-    ends = [told(attention(cells=9), counts=(count, 2)).parts[0] for count in (3, 2)]
+    counts = (3, 2, 1), (2, 2, 0)
+    ends = [told(attention(cells=9), counts=count).parts[0] for count in counts]
     for one, other in either_order(*ends):
         cache = told(one, other)
-        assert cache.seq_pos_max(0) == 1 and cache.seq_pos_max(1) == 1
+        assert cache.seq_pos_min([0, 1, 2]).tolist() == [0, 0, -1]
+        assert cache.seq_pos_max([0, 1, 2]).tolist() == [1, 1, -1]
         assert cache.table.num_layers(cache.buffers) == 2
         plan = jaxkv.init_batch(cache, make_batch([[1], [2]]))
         assert plan.reason.tolist() == [Reason.CONTEXT_EVICTED, Reason.OK, Reason.OK]
