@@ -3,6 +3,10 @@
 A mutant is an edit of the text at a place from the syntax tree, so the rest of the text is
 unchanged. Docstrings and other strings, type hints, decorators, and raised exceptions are not
 edited.
+
+Four kinds of mistakes show only at an edge, such as a full cache: a bound that is wrong by one, a
+wrong reduction, a condition without one of its parts, and a `min` or `max` without its limit. A
+sample contains as many mutants of each of these kinds as of all other kinds together.
 """
 
 import ast
@@ -10,6 +14,7 @@ import difflib
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SWAPS: dict[type, tuple[str, str]] = {
@@ -38,13 +43,20 @@ SWAPS: dict[type, tuple[str, str]] = {
 }
 """Operators, and their replacements."""
 
+BOUNDS: dict[type, str] = {ast.Lt: "- 1", ast.LtE: "+ 1", ast.Gt: "+ 1", ast.GtE: "- 1"}
+"""Comparisons, and the change of the right side that is not equal to a swap of the operator."""
+
 NAMES = {
     "min": "max", "minimum": "maximum", "any": "all", "argmin": "argmax", "cummin": "cummax",
     "logical_and": "logical_or", "reduce_and": "reduce_or", "zeros": "ones",
-    "zeros_like": "ones_like",
+    "zeros_like": "ones_like", "_all": "_any", "_smallest": "_largest", "tril": "triu",
 }  # fmt: skip
 NAMES |= {other: name for name, other in NAMES.items()}
+NAMES |= {"sum": "max", "_sum": "_largest", "prod": "max"}
 """Functions and methods, and their replacements."""
+
+LIMITS = {"min", "max", "minimum", "maximum"}
+"""Functions of two numbers, one of which is often a constant or another limit."""
 
 OMITTED = {"side", "prepend", "where", "initial", "reverse"}
 """Keywords that may be omitted from a call."""
@@ -58,6 +70,7 @@ class Mutant:
     """One edit of a file: the text from `start` to `stop` becomes `text`.
 
     where: the function or class that it is in, dotted; empty for the module.
+    kind: "bound", "reduction", "conjunct", "limit" or "other".
     """
 
     file: str
@@ -66,6 +79,7 @@ class Mutant:
     start: int
     stop: int
     text: str
+    kind: str = "other"
 
     def applied(self, source: str) -> str:
         """The whole text with the mistake in it."""
@@ -96,14 +110,22 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 
 def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Mutant]:
-    """Draw an order of all mutants; an edit of the code changes only the places of its mutants."""
+    """Draw an order of all mutants, in which kinds alternate.
+
+    An edit of the code changes only the places of its mutants.
+    """
     seen: Counter[tuple[str, str, str]] = Counter()
-    order = {}
+    order: dict[Mutant, bytes] = {}
     for mutant in every:
         key = mutant.key(sources[mutant.file])
         order[mutant] = hashlib.sha256(repr((seed, key, seen[key])).encode()).digest()
         seen[key] += 1
-    return sorted(every, key=order.__getitem__)
+    count: Counter[str] = Counter()
+    turn: dict[Mutant, int] = {}
+    for mutant in sorted(every, key=order.__getitem__):
+        turn[mutant] = count[mutant.kind]
+        count[mutant.kind] += 1
+    return sorted(every, key=lambda mutant: (turn[mutant], order[mutant]))
 
 
 def _parses(mutant: Mutant, source: str) -> bool:
@@ -139,10 +161,15 @@ class _Finder(ast.NodeVisitor):
     def text(self, node: ast.AST) -> str:
         return self.source[self.start(node) : self.stop(node)]
 
-    def put(self, start: int, stop: int, text: str) -> None:
+    def put(self, start: int, stop: int, text: str, kind: str = "other") -> None:
         line = self.source.count("\n", 0, start) + 1
         where = ".".join(self.path)
-        self.mutants.append(Mutant(self.file, where, line, start, stop, text))
+        self.mutants.append(Mutant(self.file, where, line, start, stop, text, kind))
+
+    def keep_one(self, node: ast.AST, parts: Sequence[ast.AST], kind: str) -> None:
+        """Replace a node by one of its two parts."""
+        for part in parts:
+            self.put(self.start(node), self.stop(node), f"({self.text(part)})", kind)
 
     def swap(self, op: ast.AST, before: ast.AST, after: ast.AST) -> None:
         """Replace the operator between two operands."""
@@ -151,7 +178,7 @@ class _Finder(ast.NodeVisitor):
             begin = self.stop(before)
             gap = re.sub(r"#.*", lambda m: " " * len(m[0]), self.source[begin : self.start(after)])
             at = begin + gap.index(old)
-            self.put(at, at + len(old), new)
+            self.put(at, at + len(old), new, "bound" if type(op) in BOUNDS else "other")
 
     # ------------------------------------------------------------------------ left unchanged
 
@@ -180,15 +207,39 @@ class _Finder(ast.NodeVisitor):
         sides = [node.left, *node.comparators]
         for op, before, after in zip(node.ops, sides, sides[1:], strict=False):
             self.swap(op, before, after)
+            if type(op) in BOUNDS and not isinstance(after, ast.Constant):  # 1 becomes 0 and 2
+                near = f"({self.text(after)}) {BOUNDS[type(op)]}"
+                self.put(self.start(after), self.stop(after), near, "bound")
+        if len(node.ops) > 1:
+            self.put(self.stop(node.comparators[0]), self.stop(node), "", "conjunct")
+            self.put(self.start(node), self.start(node.comparators[0]), "", "conjunct")
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
         self.swap(node.op, *node.values[:2])
+        first, *_, last = node.values
+        self.put(self.start(first), self.start(node.values[1]), "", "conjunct")
+        self.put(self.stop(node.values[-2]), self.stop(last), "", "conjunct")
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         self.swap(node.op, node.left, node.right)
+        if isinstance(node.op, ast.BitAnd | ast.BitOr):
+            self.keep_one(node, [node.left, node.right], "conjunct")
         self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Replace a function, also one that is passed on and not called."""
+        self._rename(node, node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._rename(node, node.attr)
+        self.generic_visit(node)
+
+    def _rename(self, node: ast.expr, name: str) -> None:
+        if name in NAMES and isinstance(getattr(node, "ctx", None), ast.Load):
+            kind = "other" if "zeros" in name or "ones" in name else "reduction"
+            self.put(self.stop(node) - len(name), self.stop(node), NAMES[name], kind)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.put(self.start(node), self.stop(node), "pass")
@@ -209,6 +260,8 @@ class _Finder(ast.NodeVisitor):
                     self.put(self.start(node), self.stop(node), str(near))
 
     def visit_If(self, node: ast.If) -> None:
+        if self.text(node.test) == "TYPE_CHECKING":
+            return
         self.put(self.start(node.test), self.stop(node.test), f"not ({self.text(node.test)})")
         self.generic_visit(node)
 
@@ -219,8 +272,12 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name in NAMES:
-            self.put(self.stop(node.func) - len(name), self.stop(node.func), NAMES[name])
+        if name in LIMITS and len(node.args) == 2:
+            self.keep_one(node, node.args, "limit")
+        if name == "next_power_of_two":
+            (of,) = node.args
+            for near in ("- 1", "+ 1"):
+                self.put(self.start(of), self.stop(of), f"({self.text(of)}) {near}", "bound")
         if name == "where" and len(node.args) == 3:
             _, yes, no = node.args
             swapped = self.text(no) + self.source[self.stop(yes) : self.start(no)] + self.text(yes)

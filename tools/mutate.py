@@ -70,17 +70,30 @@ KNOWN_BY = {
     "every_argument prefix",
     "jaxkv/recurrent/copy.py": "prefix copies recurrent stale_plans stateful every_argument",
     "jaxkv/hybrid.py": "arguments limits window recurrent stale_plans plan_reasons stateful "
-    "sources copies",
-    "jaxkv/planning/*.py": "arguments limits llama_cpp_edge_cases plan_reasons batch step sets "
-    "streams window recurrent stale_plans stateful sources every_argument loop_contract",
+    "sources copies hybrid_plans",
+    "jaxkv/planning/*.py": "layout_edges hybrid_plans arguments limits llama_cpp_edge_cases "
+    "plan_reasons batch step sets streams window recurrent stale_plans stateful sources "
+    "every_argument loop_contract",
+    "jaxkv/generation/*.py": "loop_edges loop_contract loop_arguments nothing attention_layers "
+    "decode generate prefill sampling logits score sliding beams",
+    "jaxkv/generation/speculative/*.py": "speculation_edges speculation speculation_models "
+    "loop_contract loop_arguments nothing",
+    "jaxkv/serving/*.py": "batching_edges batching batching_store prefix",
+    "jaxkv/serving/prefix_cache/*.py": "prefix batching_store",
 }
-"""The core, as patterns of its files, and the tests of each."""
+"""The mutated code, as patterns of its files, and the tests of each."""
 
-OF_ALL = (
+LEFT_OUT = {"__init__.py", "types.py"}
+"""Names of files without computations."""
+
+OF_CORE = (
     *("jaxkv/api", "jaxkv/kv/make.py", "jaxkv/recurrent/table.py", "jaxkv/planning"),
     "tests/docs/test_imports.py::test_import_asks_for_no_device_and_no_jaxtyping",
 )
-"""Tests of every file: examples that use the whole core, and imports."""
+"""Tests of every file except those of loops: examples that use the whole core, and imports."""
+
+LOOPS = "jaxkv/generation/", "jaxkv/serving/"
+"""Folders that the core does not import."""
 
 
 def main() -> int:
@@ -92,14 +105,19 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=200, help="how many mutants (default 200)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no mutant later")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", default="", help="of files whose name contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="of files that contain one of these"
+    )
     options = parser.parse_args()
 
+    def included(file: str) -> bool:
+        return any(part in file for part in options.only)
+
     start = time.monotonic()
-    sources = {file: text for file, text in mutated_sources().items() if options.only in file}
+    sources = {file: text for file, text in mutated_sources().items() if included(file)}
     every = all_mutants(sources)
     chosen = sample(every, sources, options.seed)[: options.sample]
-    excused = [entry for entry in equivalents() if options.only in entry["file"]]
+    excused = [entry for entry in equivalents() if included(entry["file"])]
     if stale := entries_without_mutant(excused, every, sources):
         print("listed as equivalent, and no mutant:", *stale, sep="\n")
         return 2
@@ -121,8 +139,8 @@ def main() -> int:
         jobs = [(m, runs_of(m.file)) for m in drawn]
         for mutant, how, test, seconds in outcomes(jobs, sources, trees, history, end):
             tried.append(how)
-            line = f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.file}:{mutant.line} "
-            line += f"{mutant.where}  {test}" if how else mutant.where
+            line = f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.kind:9} "
+            line += f"{mutant.file}:{mutant.line} {mutant.where}  {test if how else ''}"
             print(line if how else f"{line}\n{mutant.diff(sources[mutant.file])}", flush=True)
 
     killed, all_ = sum(map(bool, tried)), len(tried)
@@ -234,7 +252,8 @@ def run(tree: Path, tests: list[str], mutant: Mutant | None, history: History) -
         sys.path[:] = [str(tree), *(p for p in sys.path if p not in ("", str(ROOT)))]
         with open("began", "w", encoding="utf-8") as began:
             signal.alarm(60)
-            importlib.import_module("jaxkv")
+            for name in ("jaxkv", "jaxkv.serving"):  # else pytest imports their files as others
+                importlib.import_module(name)
             code = pytest.main([*OPTIONS, *tests], plugins=[Watch(mutant, history, began)])
     except BaseException:
         traceback.print_exc()
@@ -306,7 +325,7 @@ def all_mutants(sources: dict[str, str]) -> list[Mutant]:
 
 def files_of(pattern: str) -> list[Path]:
     """The files of a pattern; one without files is out of date."""
-    found = [path for path in sorted(ROOT.glob(pattern)) if path.name != "__init__.py"]
+    found = [path for path in sorted(ROOT.glob(pattern)) if path.name not in LEFT_OUT]
     if not found:
         raise SystemExit(f"no file is {pattern!r}: bring tools/mutate.py up to date")
     return found
@@ -316,7 +335,8 @@ def runs_of(file: str) -> list[str]:
     """The tests of a file: its doctests, its tests, and the tests of all files."""
     (names,) = {names for pattern, names in KNOWN_BY.items() if Path(file).match(pattern)}
     found = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in names.split()]
-    return [file, *(str(path.relative_to(ROOT)) for path in found), *OF_ALL]
+    of_core = () if file.startswith(LOOPS) else OF_CORE
+    return [file, *(str(path.relative_to(ROOT)) for path in found), *of_core]
 
 
 def equivalents() -> list[dict[str, str]]:

@@ -201,7 +201,7 @@ def warm_up(
         )
     spec = split(cache)[0].spec
     limit = max(check_ubatch_size(spec, ubatch_size) // len(sequences), 1)
-    longest = limit if longest is None else max(check_count(longest, "longest"), limit)
+    longest = limit if longest is None else check_count(longest, "longest")
 
     def plan_of_length(length: int) -> Plan:
         batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
@@ -225,5 +225,9 @@ def warm_up(
 
 
 def _bucket_lengths(limit: int) -> list[int]:
-    """Return the powers of two below a limit, and the limit."""
+    """Return the powers of two below a limit, and the limit.
+
+    >>> _bucket_lengths(6)
+    [1, 2, 4, 6]
+    """
     return sorted({min(next_power_of_two(length), limit) for length in range(1, limit + 1)})

@@ -149,8 +149,8 @@ def _make_level(
 def _round_length(length: int) -> int:
     """Round a length up to the next number 2**n or 3 * 2**n, at least 8.
 
-    >>> [_round_length(n) for n in (0, 9, 13, 64, 65, 100)]
-    [8, 12, 16, 64, 96, 128]
+    >>> [_round_length(n) for n in (0, 9, 12, 13, 64, 65, 96, 100)]
+    [8, 12, 12, 16, 64, 96, 96, 128]
     """
     above = max(next_power_of_two(length), 8)
     return above // 4 * 3 if above > 8 and length <= above // 4 * 3 else above

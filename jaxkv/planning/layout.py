@@ -6,6 +6,7 @@ the lowest id.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -17,12 +18,14 @@ import numpy as np
 from jaxkv.batch import Batch
 from jaxkv.core.array_utils import is_concrete, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
+from jaxkv.core.partitioning import current_mesh
 from jaxkv.planning.checks import check_shared_tokens, token_sequence_pairs
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
     from jaxtyping import ArrayLike, Bool, Int, Int32, PyTree
 
+    from jaxkv.table import CacheTable
 
 SplitBy = Literal["simple", "equal", "sequence"]
 """How a batch is cut into ubatches, see `init_batch`."""
@@ -177,6 +180,23 @@ def _pad_batch(batch: Batch, size: int) -> Batch:
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
+
+
+def count_rows(table: CacheTable, rows: int, tokens: int) -> int:
+    """Return the number of rows of a ubatch `[rows, tokens]` on the current mesh.
+
+    If the cache has states and devices split the streams, the result is Q: each device computes the
+    rows of its streams, and sends no state. The number of rows is unchanged if a device would
+    compute more rows of several tokens than before.
+    """
+    spec = table.spec
+    mesh = None if spec.max_rollback is None else current_mesh(table.sharding_rules)
+    if mesh is None or table.sharding_rules is None:
+        return rows
+    axes = table.sharding_rules.split(mesh, streams=spec.streams)["streams"]
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    is_cheap = tokens == 1 or spec.sequences <= devices * rows
+    return max(rows, spec.sequences) if devices > 1 and is_cheap else rows
 
 
 def order_tokens_first(valid: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxkv.core.hashing import hash_contents, mix, token_hashes
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.checks import PlanBuilder, check_batch
-from jaxkv.planning.layout import gather_rows
+from jaxkv.planning.layout import count_rows, gather_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, UInt32
@@ -54,6 +54,8 @@ def place_ubatch(
 ) -> tuple[PlanBuilder, Ubatch]:
     """Choose the slots of a ubatch, and update a plan; for arguments see `plan_single_ubatch`."""
     table, batch = builder.table, builder.batch
+    rows = count_rows(table, *index.shape)
+    index = jnp.pad(index, [(0, rows - len(index)), (0, 0)], constant_values=NO_SLOT)
     index, mixed = _order_rows(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more
     ubatch = _build_ubatch(table, batch, index, more, outputs)

@@ -21,6 +21,7 @@ from jaxkv.planning.checks import check_batch, token_sequence_pairs
 from jaxkv.planning.layout import (
     MIN_OUTPUTS,
     SplitBy,
+    count_rows,
     lay_out_batch,
     layout_single_ubatch,
     order_tokens_first,
@@ -275,7 +276,7 @@ def plan_next(
         valid=valid.reshape(-1),
         outputs=valid.reshape(-1),
     )
-    index, where = _lay_out_next_tokens(spec, sequences, valid)
+    index, where = _lay_out_next_tokens(table, sequences, valid)
     plan = plan_single_ubatch(table, flat, _rank_in_rows(valid), index, outputs=count * length)
     goes_on = jnp.where(jnp.any(valid, axis=1), sequences, spec.sequences)
     twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
@@ -319,15 +320,15 @@ def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _lay_out_next_tokens(
-    spec: TableSpec, ids: jax.Array, valid: jax.Array
+    table: CacheTable, ids: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the batch index of each ubatch element, and the ubatch index of each batch token."""
-    count, length = valid.shape
+    spec, (count, length) = table.spec, valid.shape
     index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
     if not spec.single_sequence_rows:
         return index.reshape(1, -1), index
     row = jnp.arange(count, dtype=jnp.int32)
-    if count == spec.sequences:  # row r is that of sequence r
+    if count_rows(table, count, length) == spec.sequences:  # row r is that of sequence r
         row = ids
     if length == 1:
         return index, row[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
 from jaxkv.core.partitioning import (
+    ShardingRules,
     broadcast_from_owner,
     current_mesh,
     make_axis_partition,
@@ -17,13 +19,12 @@ from jaxkv.core.partitioning import (
     to_local_index,
 )
 from jaxkv.recurrent import slots
-from jaxkv.recurrent.states import States
+from jaxkv.recurrent.states import States, T
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped, UInt32
 
     from jaxkv.core.types import AnyMesh
-    from jaxkv.recurrent.table import StateTable
 
 Buffers = tuple[dict[str, jax.Array], ...]
 """For each layer, the states of all cells, `[S, N, ...]`, by state name."""
@@ -34,7 +35,7 @@ Cell = tuple[jax.Array, jax.Array]
 
 @jax.jit
 def read_layer_states(
-    table: StateTable,
+    table: States,
     layer_hash: UInt32[Array, "S N"],
     ubatch: Ubatch,
     arrays: dict[str, Shaped[Array, "S N ..."]],
@@ -43,7 +44,7 @@ def read_layer_states(
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def read_on_shard(
-        table: StateTable, ubatch: Ubatch, layer_hash: jax.Array, arrays: dict[str, jax.Array]
+        table: States, ubatch: Ubatch, layer_hash: jax.Array, arrays: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
         ubatch = mask_rows_of_other_devices(ubatch, streams, table.streams)
         readable = slots.can_read_source(table, layer_hash, ubatch)
@@ -67,7 +68,7 @@ def read_layer_states(
 
 @jax.jit
 def write_layer_states(
-    table: StateTable,
+    table: States,
     layer_hash: UInt32[Array, "S N"],
     ubatch: Ubatch,
     states: dict[str, Shaped[Array, "R _ ..."]],
@@ -77,7 +78,7 @@ def write_layer_states(
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def write_on_shard(
-        table: StateTable,
+        table: States,
         ubatch: Ubatch,
         layer_hash: jax.Array,
         states: dict[str, jax.Array],
@@ -106,16 +107,23 @@ def write_layer_states(
 
 
 def _layout_specs(
-    table: StateTable, ubatch: Ubatch
+    table: States, ubatch: Ubatch
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[PyTree, Ubatch]]:
     streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
     mesh = current_mesh(table.sharding_rules)
-    of_table = P() if mesh is None else table.partition_specs(None, mesh)[0]
+    of_table = P() if mesh is None else table_partition_specs(table, mesh)
     return (
         streams,
         row_mesh_axes(ubatch, streams),
         (of_table, ubatch_partition_specs(ubatch, streams)),
     )
+
+
+def table_partition_specs(table: T, mesh: AnyMesh) -> T:
+    """Return a `PartitionSpec` for each array of a table: the mesh splits streams."""
+    rules = table.sharding_rules or ShardingRules()
+    streams = rules.split(mesh, streams=table.streams)["streams"]
+    return replace(jax.tree.map(lambda _: P(streams), table), layer_hash=P(None, streams))
 
 
 def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:

@@ -24,6 +24,7 @@ from jaxkv.recurrent.buffers import (
     Buffers,
     read_layer_states,
     state_partition_axes,
+    table_partition_specs,
     write_layer_states,
 )
 from jaxkv.recurrent.states import States, empty_fields
@@ -113,12 +114,10 @@ class StateTable(States, CacheTable):
 
     def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return `PartitionSpec`s that split streams and the state dimensions of `shard_dims`."""
-        streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
-            "streams"
-        ]
-        table = replace(jax.tree.map(lambda _: P(streams), self), layer_hash=P(None, streams))
+        table = table_partition_specs(self, mesh)
         if buffers is None:
             return table, None
+        (streams,) = table.content
         return table, tuple(
             {name: P(streams, None, *state_partition_axes(self, name, mesh)) for name in layer}
             for layer in buffers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
     from jaxkv.cache import Cache
     from jaxkv.table import CacheTable
+
+
+class CacheAndStore(NamedTuple):
+    """A cache, and the prefix store with sequences in this cache; None if there is no store."""
+
+    cache: Cache
+    store: PrefixStore | None
 
 
 class EnginePrefixes:
@@ -58,11 +65,11 @@ class EnginePrefixes:
         return {text.sequence: text.tokens.size for text in self._prompts_in_stream(stream)}
 
     @property
-    def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
+    def cache_and_store(self) -> CacheAndStore:
         """The current cache and store; `rewind` can restore them until a cell is written."""
-        return self._runner.cache, self.store
+        return CacheAndStore(self._runner.cache, self.store)
 
-    def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
+    def rewind(self, past: CacheAndStore) -> None:
         """Restore an earlier value of `cache_and_store`."""
         self._runner.cache, self.store = past
 

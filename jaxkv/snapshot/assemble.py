@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,11 +13,11 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.validate import check_int32
+from jaxkv.core.validate import check_count, check_int32
 from jaxkv.hybrid import HybridTable, compose_hybrid_cache
 from jaxkv.jit_helpers import check_concrete_cache
 from jaxkv.snapshot.cells import CellPart, SourcePart
-from jaxkv.snapshot.file import SnapshotFile
+from jaxkv.snapshot.file import SnapshotFile, raise_no_cache, shorten
 from jaxkv.snapshot.parts import Part, buffer_names, from_json, to_json
 from jaxkv.snapshot.states import StatePart
 from jaxkv.spec import TableSpec, check_distinct
@@ -33,6 +34,10 @@ KINDS: dict[str, type[Part]] = {
     "source": SourcePart,
 }
 """Subclass of `Part` for each `kind` of a `TableSpec`."""
+
+
+MAX_GROWTH, MIN_LIMIT = 1000, 2**26
+"""`load` allocates at most 1000 times the size of the file, or 64 MiB, by default."""
 
 
 class NamedPart(NamedTuple):
@@ -79,24 +84,46 @@ def cache_shapes(file: SnapshotFile) -> Cache:
     check_dtypes(file)
     try:
         cache = jax.eval_shape(partial(make_empty_cache, file))
+        expected, found = describe(cache), file.description["cache"]
+        if json.dumps(expected, sort_keys=True) != json.dumps(found, sort_keys=True):
+            raise ValueError(
+                f"expected the description {shorten(expected)}, got {shorten(found)}; save the "
+                "snapshot again"
+            )
         _check_arrays(file, cache)
         return cache
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise_no_cache(error)
+
+
+def check_size(file: SnapshotFile, saved: Cache, max_bytes: int | None) -> None:
+    """Raise a ValueError if the saved cache, which `load` would allocate, is too large."""
+    limit = max(MAX_GROWTH * file.nbytes, MIN_LIMIT)
+    limit = limit if max_bytes is None else check_count(max_bytes, "max_bytes", high=2**63)
+    if saved.nbytes > limit:
         raise ValueError(
-            f"expected a snapshot that describes a cache, got one that does not "
-            f"({type(error).__name__}: {error}); it was not written by jaxkv.snapshot"
-        ) from None
+            f"expected a cache of at most {limit} bytes in a snapshot of {file.nbytes} bytes, got "
+            f"one of {saved.nbytes}; pass max_bytes={saved.nbytes}, or a cache to load into (into=)"
+        )
 
 
 def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
     """Raise a ValueError if arrays, sequence ids or token lists do not match the cache."""
     saved, tokens = file.description["sequences"], file.description["tokens"]
-    list_sequences(cache.table.spec, saved)
+    if list_sequences(cache.table.spec, saved) != saved:
+        raise ValueError(
+            f"expected a list of sequence ids, got {shorten(saved)}; save the snapshot again"
+        )
     for text in tokens:
-        check_int32([] if text is None else text, "tokens")
+        if np.ndim(check_int32([] if text is None else text, "tokens")) != 1:
+            raise ValueError(
+                f"expected tokens as a flat list, got {shorten(text)}; save the snapshot again"
+            )
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for part, part_cache, table, buffers in name_parts(cache):
         (count,) = file.arrays[f"{table}cell"][1]
+        slots = part_cache.table.streams * part_cache.table.num_cells
+        check_count(count, "saved cells", low=0, high=slots)
         forms, tree = part.saved_shapes(part_cache.table, part_cache.buffers, count, len(saved))
         pairs = zip(
             jax.tree.leaves(buffer_names(tree, buffers)), jax.tree.leaves(tree), strict=True
@@ -106,7 +133,7 @@ def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
     if len(tokens) != len(saved) or expected != file.arrays:
         odd = sorted(set(expected.items()) ^ set(file.arrays.items()), key=str)
         raise ValueError(
-            f"expected the arrays of the cache, got others, {_shorten_text(odd[:2])}; save the "
+            f"expected the arrays of the cache, got others, {shorten(odd[:2])}; save the "
             "snapshot again"
         )
 
@@ -178,13 +205,8 @@ def _check_same(name: str, expected: object, found: object) -> None:
     if expected != found:
         raise ValueError(
             f"expected a snapshot of a cache with the {name} of this one, "
-            f"{_shorten_text(expected)}, got one with {_shorten_text(found)}; nothing was changed"
+            f"{shorten(expected)}, got one with {shorten(found)}; nothing was changed"
         )
-
-
-def _shorten_text(value: object) -> str:
-    text = str(value)
-    return text if len(text) < 200 else f"{text[:120]} ... {text[-60:]}"
 
 
 def _make_part(

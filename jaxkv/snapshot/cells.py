@@ -50,7 +50,7 @@ from jaxkv.snapshot.parts import (
 from jaxkv.spec import check_sequences_and_streams
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree, UInt32
+    from jaxtyping import Array, ArrayLike, Bool, Int, Int32, PyTree, UInt32
 
     from jaxkv.ops.layer_stack import LayerView
     from jaxkv.rope import NotGiven, Rope
@@ -134,7 +134,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
                     f"{np.flatnonzero(missing[stream]).tolist()} that were not written after an "
                     f"apply; go back to the table before it (rewind)"
                 )
-        owners = host.owners & _owner_words(host, sequences)[..., None]
+        words = _owner_words(host, sequences, np.arange(host.streams))
+        owners = host.owners & words[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
         found = {
             "position": host.position[stream, cell],
@@ -177,7 +178,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         )
         was = position - shift
         check_values((was >= 0) & (was < END), "shift", shift, "from a position to another")
-        owners, words = read("owners"), _owner_words(table, sequences)[read("stream")]
+        owners, (streams, index) = read("owners"), np.unique(read("stream"), return_inverse=True)
+        words = _owner_words(table, sequences, streams)[index]
         check_values(
             owners & ~words == 0, "owners", owners, "among the saved sequences of the stream"
         )
@@ -273,11 +275,14 @@ def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buf
     )
 
 
-def _owner_words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "S W"]:
-    found = np.zeros(table.owners.shape[:2], np.uint32)
+def _owner_words(
+    table: CellTable, sequences: list[int], streams: Int[np.ndarray, " n"]
+) -> UInt32[np.ndarray, "n W"]:
+    """Return the owner flags of sequences in some streams, without arrays of all streams."""
+    found = np.zeros((len(streams), table.owners.shape[1]), np.uint32)
     for seq in sequences:
         stream, word, bit = _locate_owner_bit(table, seq)
-        found[stream, word] |= np.uint32(1 << bit)
+        found[streams == stream, word] |= np.uint32(1 << bit)
     return found
 
 
@@ -293,6 +298,7 @@ def _buffer_shapes(
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
     placement, shards, size = (static[name] for name in ("placement", "shards", "ubatch_size"))
+    check_count(shards, "runs of cells")
     if size is not None:
         check_count(size, "ubatch_size")
     spec = CacheSpec.attention(len(ropes), heads, keys, values, window=static["window"], rope=ropes)
@@ -313,7 +319,13 @@ def _buffer_shapes(
         lanes=None,
         devices=None,
     )
-    return jax.eval_shape(make).buffers
+    made = jax.eval_shape(make)
+    if made.table.placement != static["placement"]:
+        raise ValueError(
+            f"expected a placement of {made.table.placement}, got {placement}; save the snapshot "
+            "again"
+        )
+    return made.buffers
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
@@ -334,7 +346,6 @@ def _assign_cells(
     A source is the index of a saved cell; n for unfilled cells. The first array also counts the
     saved cells that do not fit in a stream.
     """
-    begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
     streams, words, size = table.owners.shape
     for old, new in zip(moves.old, moves.new, strict=True):
@@ -342,7 +353,7 @@ def _assign_cells(
             _locate_owner_bit(saved, old),
             _locate_owner_bit(table, new),
         )
-        here = slice(begins[source], begins[source + 1])
+        here = slice(*np.searchsorted(stream, (source, source + 1)))
         own_bits = owners[here, word] >> np.uint32(bit) & np.uint32(1)
         theirs = found.setdefault((target, source), np.zeros((len(own_bits), words), np.uint32))
         theirs[:, own_word] |= own_bits << np.uint32(own_bit)
@@ -355,7 +366,7 @@ def _assign_cells(
         first, last = demand[target], demand[target] + len(used)
         demand[target] = last
         if last <= size:
-            origin[target, first:last] = begins[source] + used
+            origin[target, first:last] = np.searchsorted(stream, source) + used
             owner[target, :, first:last] = theirs[used].T
     return demand, origin, owner
 

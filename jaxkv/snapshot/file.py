@@ -8,14 +8,17 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxkv.core.validate import check_count
 
 if TYPE_CHECKING:
     from jaxkv.snapshot.description import Json, SnapshotContent, SnapshotDescription
@@ -25,6 +28,12 @@ VERSION = 2
 
 _REQUIRED = ("cache", "sequences", "tokens", "model", "arrays")
 """Keys of each description; files before `notes` do not have the key `notes`."""
+
+MAX_NESTING = 64
+"""Largest depth of lists and dicts in `model_id` and `notes`."""
+
+UNFINISHED = ".jaxkv-unfinished"
+"""End of the names of temporary files."""
 
 Source = str | os.PathLike | bytes
 """Path of a snapshot file, or the bytes of a snapshot."""
@@ -39,11 +48,13 @@ class SnapshotFile:
     """An open snapshot with a checked description; arrays are read on access.
 
     seed: hash of the description, which includes the checksums of all arrays.
+    nbytes: size of the file.
     """
 
     description: SnapshotDescription
     arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
     seed: int
+    nbytes: int
     _read: Callable[[str], np.ndarray]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -62,6 +73,11 @@ class SnapshotFile:
                 f"expected {name} with the checksum {expected[:12]}, got {found[:12]}; the "
                 "snapshot is damaged"
             )
+        if dtype == np.bool_ and np.any(_bytes_of(stored) > 1):
+            raise ValueError(
+                f"expected bytes of 0 and 1 in {name}, got others; the snapshot was changed after "
+                "it was saved, save it again"
+            )
         return _bytes_of(stored).view(dtype).reshape(shape)
 
     def check(self) -> None:
@@ -73,33 +89,48 @@ class SnapshotFile:
 def write_file(
     path: str | os.PathLike, description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a snapshot to a temporary file next to `path`, then rename the file to `path`."""
+    """Write a snapshot to a temporary file next to `path`, then rename the file to `path`.
+
+    If the process is killed, the temporary file remains. The next call for the folder removes it.
+    """
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"expected a folder {path.parent} for {path}, got none; make it")
     stored, metadata = _pack(description, arrays)
-    handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        module.numpy.save_file(stored, beside, metadata)
-        _sync_to_disk(beside)
-        os.replace(beside, path)
-    except module.SafetensorError as error:  # for example, on a full disk
-        raise OSError(
-            f"expected to write {path}, got {error}; free some space, or pass another path"
-        ) from error
-    finally:
-        Path(beside).unlink(missing_ok=True)
+    _remove_abandoned_files(path.parent)
+    handle, beside = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
+    with os.fdopen(handle) as file:
+        if not _lock(handle):
+            file.close()  # Windows does not rename open files.
+        try:
+            module.numpy.save_file(stored, beside, metadata)
+            _sync_to_disk(beside)
+            os.replace(beside, path)
+        except module.SafetensorError as error:  # for example, on a full disk
+            raise OSError(
+                f"expected to write {path}, got {error}; free some space, or pass another path"
+            ) from error
+        finally:
+            Path(beside).unlink(missing_ok=True)
 
 
 def json_round_trip(value: object, name: str) -> Json:
     """Encode and decode a value as JSON; raise a TypeError if the value is not a JSON value.
 
+    Raise a ValueError if lists and dicts are nested more than 64 deep.
+
     >>> json_round_trip(("a", 1), "model")
     ['a', 1]
     """
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
+        found = json.loads(json.dumps(value, allow_nan=False))
+        _check_nesting(found, MAX_NESTING)
+        return found
+    except RecursionError:
+        raise ValueError(
+            f"expected {name} with at most {MAX_NESTING} levels of lists and dicts, got more; "
+            "flatten them"
+        ) from None
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"expected {name} that JSON holds, got {value!r} ({error}); pass strings, numbers, "
@@ -122,16 +153,17 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
             arrays = module.numpy.load(data)
         end = 8 + int.from_bytes(data[:8], "little")
         yield _file_from_metadata(
-            json.loads(data[8:end]).get("__metadata__"), arrays, arrays.__getitem__
+            json.loads(data[8:end]).get("__metadata__"), arrays, arrays.__getitem__, len(data)
         )
         return
     path = _resolve_path(source)
-    if path.stat().st_size == 0:
+    size = path.stat().st_size
+    if size == 0:
         raise ValueError(f"expected a snapshot, got the empty file {path}; save it again")
     with _translate_read_errors(module):
         reader = module.safe_open(path, framework="np")
     with reader as file:
-        yield _file_from_metadata(file.metadata(), file.keys(), file.get_tensor)
+        yield _file_from_metadata(file.metadata(), file.keys(), file.get_tensor, size)
 
 
 def _pack(
@@ -158,7 +190,10 @@ def _plain_array(array: np.ndarray) -> np.ndarray:
 
 
 def _file_from_metadata(
-    metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
+    metadata: dict[str, str] | None,
+    names: Iterable[str],
+    read: Callable[[str], np.ndarray],
+    size: int,
 ) -> SnapshotFile:
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
@@ -185,27 +220,86 @@ def _file_from_metadata(
             f"expected the arrays that are described, got others, {odd[:4]}; the snapshot is "
             "damaged"
         )
-    return SnapshotFile(description=description, arrays=arrays, seed=int(found[:8], 16), _read=read)
+    seed = int(found[:8], 16)
+    return SnapshotFile(description=description, arrays=arrays, seed=seed, nbytes=size, _read=read)
 
 
 def _parse_description(
     text: str,
 ) -> tuple[SnapshotDescription, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """Return a description, and the dtype and shape of each array; raise if a key is absent."""
+    """Return a description, and the dtype and shape of each array; raise if a key is absent.
+
+    Also raise for deep nesting, numbers that are not finite, and arrays that JAX does not have.
+    """
     try:
-        description: Any = json.loads(text)
+        description: Any = json.loads(text, parse_float=_parse_finite, parse_constant=_parse_finite)
+        _check_nesting(description, MAX_NESTING + 1)
         entries = {name: description[name] for name in _REQUIRED}["arrays"]
         for entry in entries.values():
             bytes.fromhex(entry["sha256"])
+            jax.dtypes.canonicalize_dtype(jnp.dtype(entry["dtype"]))
+            for size in entry["shape"]:
+                check_count(size, "a size of an array", low=0)
         return description, {
             name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"]))
             for name, entry in entries.items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"expected a snapshot that describes a cache, got one that does not "
-            f"({type(error).__name__}: {error}); it was not written by jaxkv.snapshot"
-        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise_no_cache(error)
+
+
+def raise_no_cache(error: Exception) -> NoReturn:
+    """Raise the ValueError for a description that does not describe a cache."""
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    raise ValueError(
+        f"expected a snapshot that describes a cache, got one that does not ({shorten(cause)}); it "
+        "was not written by jaxkv.snapshot"
+    ) from None
+
+
+def shorten(value: object) -> str:
+    """Return a text of a value, without the middle of a long text."""
+    text = str(value)
+    return text if len(text) < 200 else f"{text[:120]} ... {text[-60:]}"
+
+
+def _parse_finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"expected finite numbers, got {text}; save the snapshot again")
+    return number
+
+
+def _check_nesting(value: Json, levels: int) -> None:
+    """Raise a RecursionError if lists and dicts are nested more than `levels` deep."""
+    found: list[Any] = [value]
+    for _ in range(levels):
+        found = [
+            item
+            for outer in found
+            if isinstance(outer, list | dict)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if any(isinstance(item, list | dict) for item in found):
+        raise RecursionError(f"expected at most {levels} levels of lists, got more; flatten them")
+
+
+def _remove_abandoned_files(folder: Path) -> None:
+    """Remove the temporary files of killed processes; those of other processes are locked."""
+    for path in folder.glob(f".*{UNFINISHED}"):
+        with suppress(OSError), path.open("r+b") as file:
+            if _lock(file.fileno()):
+                path.unlink()
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file until it is closed; return False if that is not possible."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):  # on Windows, or locked
+        return False
+    return True
 
 
 def _resolve_path(path: str | os.PathLike) -> Path:

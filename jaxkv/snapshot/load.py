@@ -15,6 +15,7 @@ from jaxkv.snapshot.assemble import (
     cache_shapes,
     check_fits,
     check_saveable,
+    check_size,
     list_sequences,
     make_empty_cache,
     name_parts,
@@ -97,6 +98,7 @@ def load(
     sequences: int | Sequence[int] | Mapping[int, int] | None = None,
     model_id: Json = None,
     donate: bool = False,
+    max_bytes: int | None = None,
 ) -> Cache:
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
@@ -121,6 +123,9 @@ def load(
         mapping from saved ids to target ids loads only the sequences in the mapping.
       model_id: id of the current model; compared with the snapshot's `model_id` if both are given.
       donate: if True, reuse the buffers of the existing cache, which becomes invalid.
+      max_bytes: largest size of a new cache, so that a small file cannot allocate a large cache.
+        The default is 1,000 times the size of the file, but at least 64 MiB. A snapshot of few
+        tokens in a large cache needs more. With `into`, no cache is allocated.
 
     Returns:
       The loaded cache. All ubatches planned for changed streams of the existing cache are stale.
@@ -133,6 +138,7 @@ def load(
         of free cells are too short.
       TypeError: If `into` has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
+      ValueError: If a new cache would be larger than `max_bytes`.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
       ValueError: If the existing cache is traced, split over a mesh, donated, or a batch of caches.
@@ -171,6 +177,7 @@ def load(
         saved = _check_model(file, model_id)
         ids = file.description["sequences"]
         if into is None:
+            check_size(file, saved, max_bytes)
             moves = SequenceMap([*range(len(ids))], ids, ids)
             return _restore(file, saved, make_empty_cache(file), moves, fresh=False)
         check_fits(saved, into)

@@ -190,5 +190,17 @@ def from_json(value: Any) -> Any:
         return tuple(from_json(item) for item in value)
     if isinstance(value, dict):
         ((name, found),) = value.items()
-        return _VALUES[name](**{key: from_json(item) for key, item in found.items()})
+        fields = {key: from_json(item) for key, item in found.items()}
+        if name == "Rope":
+            for number in (*fields["frequencies"], fields["attention_factor"]):
+                if type(number) not in (int, float):
+                    raise ValueError(
+                        f"expected a rope of numbers, got {number!r}; save the snapshot again"
+                    )
+            if not isinstance(fields["interleaved"], int):  # also a bool
+                raise ValueError(
+                    f"expected interleaved as a bool, got {fields['interleaved']!r}; save the "
+                    "snapshot again"
+                )
+        return _VALUES[name](**fields)
     return value

@@ -37,7 +37,8 @@ def save(
     Args:
       cache: cache on one device.
       path: path of the file; by default, `save` returns bytes. An existing file is replaced, and
-        links are followed.
+        links are followed. If the process is killed, a file `.*.jaxkv-unfinished` remains in the
+        folder until the next `save` into the folder removes it.
       sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
       tokens: token ids by sequence id, returned by `snapshot.inspect`. They are not compared with
         the cache, which stores no tokens.
@@ -56,6 +57,7 @@ def save(
       ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a layer of the cache was not written after `apply`.
       ValueError: If a sequence id is unknown or repeated, or the list of ids is nested.
+      ValueError: If `model_id` or `notes` is nested more than 64 deep.
       ValueError: If the tokens of a sequence are not a list, or the sequence is not saved.
 
     Examples:

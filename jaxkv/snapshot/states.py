@@ -70,6 +70,13 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             name: description[name] for name in ("layers", "sequences", "streams", "max_rollback")
         }
         static = {name: from_json(value) for name, value in description["static"].items()}
+        check_sequences_and_streams(sizes["sequences"], sizes["streams"])
+        numbers = {name.partition(".")[0] for name in entries}
+        if sizes["layers"] != len(numbers):
+            raise ValueError(
+                f"expected {len(numbers)} layers, as saved, got {sizes['layers']}; save the "
+                "snapshot again"
+            )
         table = StateTable(**empty_fields(**sizes), **static)
         layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(sizes["layers"]))
         for name, (dtype, (_, *shape)) in entries.items():
@@ -78,7 +85,6 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         states = {name: (x.shape[2:], x.dtype) for name, x in layers[0].items()}
         shard_dims = {name: (dim, parts) for name, dim, parts in static["shard_dims"]}
         spec = CacheSpec.recurrent(sizes.pop("layers"), states, shard_dims)
-        check_sequences_and_streams(sizes["sequences"], sizes["streams"])
         jax.eval_shape(partial(make_recurrent_cache, spec, **sizes))
         return table, layers
 

@@ -1,12 +1,15 @@
 """An engine with a store: common prefixes are computed and stored once, and evicted if needed."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxkv.serving import MissReason, PrefixStore
-from jaxkv.serving.engine import Engine, Request
+from jaxkv.serving.engine import Constraint, Engine, FinishReason, Request
 from tests.generation.tiny import forward, load
+from tests.helpers.caches import VOCABULARY
 from tests.helpers.parametrize import in_lanes
 from tests.serving import servers
 from tests.serving.servers import GROUPS, POOL, ROOMY, ask, engine_of, kept, placed, tokens
@@ -30,21 +33,59 @@ def test_engine_store_reuses_text_that_ended():
 
 def test_engine_store_reuses_text_that_runs():
     """Its prompt is stored when another request has the same prefix, so neither waits."""
-    engine, common = engine_of(ROOMY, [5]), tokens(30)
+    engine, common = engine_of(ROOMY, [5], tokens_per_step=1), tokens(30)
     long = engine.submit(Request(prompt=[*common, 1], max_new_tokens=20))
     while not engine.tokens_of(long):
         engine.step()
     assert not kept(engine)
-    other = engine.submit(Request(prompt=[*common, 2], max_new_tokens=2))
+    other = engine.submit(Request(prompt=[*common, 2], max_new_tokens=4))
+    engine.step()
+    assert kept(engine) == [common]
     found = {result.id: result.prefix_hit for result in engine.results()}
     assert found[other] == (30, MissReason.NONE)
     servers.assert_only_kept(engine)
 
 
+def test_engine_store_reuses_all_cached_tokens_of_a_text_that_runs():
+    """The last generated token is not cached yet."""
+    engine, prompt = engine_of(ROOMY, [5], tokens_per_step=2), tokens(30)
+    engine.submit(Request(prompt=prompt, max_new_tokens=20))
+    while len(engine.tokens_of(0)) < 3:
+        engine.step()
+    text = [*prompt, *engine.tokens_of(0)]
+    other = engine.submit(Request(prompt=[*text, 1], max_new_tokens=2))
+    results = {result.id: result for result in engine.results()}
+    assert results[other].prefix_hit == (len(text) - 1, MissReason.NONE)
+    servers.assert_as_alone([results[other]], [results[other].request])
+    servers.assert_only_kept(engine)
+
+
+def test_engine_store_keeps_the_prompt_of_a_text_without_tokens():
+    rule = Constraint(
+        first=0, allowed=lambda state: jnp.zeros(VOCABULARY, bool), advance=lambda state, t: state
+    )
+    engine, prompt = engine_of(ROOMY, [5], constraint=rule), tokens(6)
+    result = ask(engine, prompt, max_new_tokens=4, constraint_state=0)
+    assert (result.reason, result.tokens.size) == (FinishReason.NO_TOKEN, 0)
+    assert kept(engine) == [prompt]
+    servers.assert_only_kept(engine)
+
+
+def test_store_replaces_a_stored_beginning_and_finds_another_first_token():
+    server = servers.Server((cache := ROOMY.make()), PrefixStore(cache, sequences=[4, 5]))
+    text = tokens(9)
+    server.go_on(text)
+    assert server.remember(text[:4]) is server.remember(text) is MissReason.NONE
+    assert [prompt.tokens.tolist() for prompt in server.store.prompts] == [text]
+    assert server.remember(text[:4]) is MissReason.NONE  # a beginning of the stored prompt
+    assert [prompt.tokens.tolist() for prompt in server.store.prompts] == [text]
+    assert server.remember([(text[0] + 1) % VOCABULARY, *text[1:]]) is MissReason.OTHER_TOKENS
+
+
 def test_engine_store_prompt_waits_where_that_saves_time():
     """It waits for a running prefix: a pass over the params costs as much as 24 tokens."""
-    for shared, waits in ((30, True), (15, False)):
-        engine, common = engine_of(ROOMY, [5]), tokens(shared)
+    for shared, waits in ((25, True), (24, False)):
+        engine, common = engine_of(replace(ROOMY, cells=96), [5]), tokens(shared)
         for last in ([1, 2, 3], [2, 3, 4], [3, 4, 1]):
             engine.submit(Request(prompt=[*common, *last], max_new_tokens=2))
         engine.step()

@@ -147,6 +147,30 @@ def test_model_step_on_mesh_sends_sums(name):
     assert len(sent) <= 2 * layers + 1 and len(sent) == exact.get(name, len(sent))
 
 
+RECURRENT = ["mamba2", "recurrent_gemma", "falcon_h1", "lfm2", "qwen3_next"]
+
+
+@pytest.mark.parametrize("name", in_lanes(RECURRENT, core=["mamba2"]))
+def test_step_of_fewer_texts_than_sequences_sends_no_states(name):
+    """It sends at most as many bytes as a step of all sequences, which are those of activations."""
+    mesh = make_mesh(DATA_TENSOR)
+    model = models.on_mesh(models.load_shapes(DATA / name), mesh, ShardingRules())
+
+    def step(params, cache, tokens, sequences):
+        ubatch = jaxkv.plan_step(cache, tokens, sequences=sequences).ubatch
+        return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
+
+    def sent(*shape):
+        cache = model.cache_shapes(cells=64, sequences=4, streams=4, ubatch_size=8)
+        whole = NamedSharding(mesh, P())
+        ids = [jax.ShapeDtypeStruct(x, jnp.int32, sharding=whole) for x in (shape, shape[:1])]
+        with jax.set_mesh(mesh):
+            found = collectives(jax.jit(step).lower(model.params, cache, *ids).compile())
+        return sum(size for _, size in found)
+
+    assert sent(1) <= sent(4) and sent(2, 4) <= sent(4, 4)
+
+
 def run(model):
     cache = model.make_cache(cells=64, sequences=2, streams=2, ubatch_size=8)
     prompts = jaxkv.make_batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]])

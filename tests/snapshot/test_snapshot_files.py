@@ -4,6 +4,7 @@ memory.
 Random damage is always detected, since a checksum covers the whole file.
 """
 
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -11,10 +12,14 @@ import json
 import operator
 import os
 import random
+import re
 import resource
+import signal
+import subprocess
 import sys
 import tracemalloc
 from functools import partial, reduce
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +31,17 @@ import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose_hybrid_cache
-from jaxkv.snapshot.file import file_bytes, open_file
+from jaxkv.snapshot.file import MAX_NESTING, file_bytes, open_file
 from tests.helpers import edit_sequences
 from tests.helpers.caches import assert_identical, attention_cache, drawn, lost, recurrent_cache
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
+from tests.models.test_hostile_files import mutated
 from tests.models.tiny_files import DATA
 from tests.snapshot.saved import changed, with_numbers
 
 pytestmark = pytest.mark.core
+ROOT = Path(__file__).parents[2]
 
 OVERHEAD = 200_000
 SEEDS = [range(10), range(10, 100), range(1000, 2000)]
@@ -227,10 +234,15 @@ def test_load_of_content_that_no_cache_has_raises():
 
 def redescribed(data, change):
     """A file with the result of `change` as its description, and a correct checksum."""
+    return rewritten(data, lambda text: json.dumps(change(json.loads(text))))
+
+
+def rewritten(data, change):
+    """A file with another text as its description, and a correct checksum."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     metadata = header["__metadata__"]
-    text = json.dumps(change(json.loads(metadata["description"])))
+    text = change(metadata["description"])
     metadata |= {"description": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     new = json.dumps(header).encode()
     return len(new).to_bytes(8, "little") + new + data[end:]
@@ -257,6 +269,133 @@ def test_load_of_description_without_a_key_raises():
             with pytest.raises(ValueError, match="expected a snapshot that describes a cache, got"):
                 load(redescribed(data, change))
     snapshot.load(redescribed(data, without("notes")))  # older files have no notes
+
+
+@pytest.mark.parametrize("new", ["NaN", "-Infinity", "1e999", "[" * 100 + "]" * 100, "[" * 10**5])
+def test_load_of_text_that_save_never_writes_raises(new):
+    cache = make()
+    data = snapshot.save(cache, model_id=0.25)
+    for use in (snapshot.load, snapshot.inspect, partial(snapshot.load, into=cache)):
+        with pytest.raises(ValueError, match="expected a snapshot that describes a cache, got"):
+            use(rewritten(data, lambda text: text.replace('"model": 0.25', f'"model": {new}')))
+
+
+def test_save_of_nested_notes_raises_or_is_loaded():
+    cache, notes = make(), 0
+    for _ in range(MAX_NESTING):
+        notes = [notes]
+    snapshot.load(data := snapshot.save(cache, notes=notes, model_id=notes))
+    assert snapshot.inspect(data).notes == notes
+    for deeper in ([notes], {"a": notes}, eval("[" * 99 + "]" * 99)):
+        with pytest.raises(ValueError, match="expected notes with at most 64 levels of lists and"):
+            snapshot.save(cache, notes=deeper)
+
+
+def test_load_of_booleans_other_than_0_and_1_raises():
+    cache, data = of_each_kind()
+    name = "table.parts.1.written"
+    with open_file(data) as file:
+        found = file[name].view(np.uint8)
+    found.reshape(-1)[0] = 2
+    for use in (snapshot.load, partial(snapshot.load, into=cache)):
+        with pytest.raises(ValueError, match="expected bytes of 0 and 1 in table.parts.1.written"):
+            use(resigned(data, {name: found.view(bool)}))
+
+
+def grown_bytes(call):
+    """Bytes of memory that a call took at most, from NumPy and Python, and from all else."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tracemalloc.start()
+    try:
+        call()
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return max(peak, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+
+
+def resized(data, **sizes):
+    return redescribed(data, lambda said: said | {"cache": said["cache"] | sizes})
+
+
+def test_load_of_large_sizes_raises_before_it_allocates():
+    data = snapshot.save(make())
+
+    def refused():
+        for changes in ({"cells": 2**22}, {"sequences": 2**28, "streams": 2**27}):
+            large = redescribed(
+                data, lambda said, new=changes: said | {"cache": said["cache"] | new}
+            )
+            need = snapshot.inspect(large).cache.nbytes
+            with pytest.raises(ValueError, match=f"expected a cache of at most {2**26} bytes in a"):
+                snapshot.load(large)
+            with pytest.raises(ValueError, match=f"pass max_bytes={need}, or"):
+                snapshot.load(large, max_bytes=need - 1)
+
+        states = redescribed(of_each_kind()[1], many_layers)
+        with pytest.raises(ValueError, match=f"expected 2 layers, as saved, got {2**12}"):
+            snapshot.inspect(states)
+
+    def many_layers(said):
+        said["cache"]["parts"][1]["layers"] = 2**12
+        return said
+
+    of_each_kind()
+    assert grown_bytes(refused) < 2**25
+
+
+def test_load_allows_sizes_up_to_max_bytes():
+    few = with_numbers(drawn("0{0} 1{0}"))
+    data, size = snapshot.save(few), few.nbytes
+    assert snapshot.load(data, max_bytes=size).nbytes == size
+    with pytest.raises(ValueError, match=f"of at most {size - 1} bytes .* got one of {size}"):
+        snapshot.load(data, max_bytes=size - 1)
+    with pytest.raises(ValueError, match="expected max_bytes of at least 1"):
+        snapshot.load(data, max_bytes=0)
+    large = resized(data, cells=2**16)
+    assert snapshot.load(large).table.num_cells == 2**16  # less than 64 MiB
+
+
+def test_load_into_allocates_nothing_of_the_saved_sizes():
+    cache = make(streams=2)
+    batch = jaxkv.make_batch([[1, 2], [3]])
+    data = snapshot.save(with_numbers(jaxkv.apply(cache, jaxkv.init_batch(cache, batch))))
+    large = resized(data, sequences=2**30, streams=2**30, cells=2**25)
+    wanted, found = snapshot.load(data, into=cache), []
+    assert grown_bytes(lambda: found.append(snapshot.load(large, into=cache))) < 2**25
+    assert_identical(found[0].buffers, wanted.buffers)
+
+
+DESCRIPTIONS = [range(12), range(12, 60), range(60, 3000)]
+
+
+@pytest.mark.parametrize("seeds", in_lanes(DESCRIPTIONS, fast=(), core=DESCRIPTIONS[:1]), ids=str)
+def test_load_of_changed_description_raises_or_is_saved_alike(seeds):
+    """Three of four changes are in the part that describes the cache."""
+    cache, data = of_each_kind()
+    refused = 0
+
+    def change(said, rng):
+        if rng.random() < 0.25:
+            return mutated(said, rng)
+        return said | mutated({key: said[key] for key in ("cache", "sequences", "tokens")}, rng)
+
+    def described_cache(data):
+        with open_file(data) as file:
+            return json.dumps(file.description["cache"], sort_keys=True)
+
+    for seed in seeds:
+        there = redescribed(data, lambda said, seed=seed: change(said, random.Random(seed)))
+        try:
+            loaded = snapshot.load(there)
+        except ValueError as error:
+            assert re.fullmatch("expected .* got .*", str(error)), seed
+            assert len(str(error)) < 1000, seed
+            refused += 1
+            continue
+        assert not any(map(int, loaded.check().values())), seed
+        assert described_cache(snapshot.save(loaded)) == described_cache(there), seed
+    assert refused > len(seeds) / 2
 
 
 def into(cache, saved, **options):
@@ -316,6 +455,31 @@ def test_save_on_full_disk_leaves_the_old_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert snapshot.inspect(path).model_id == "old" and [*tmp_path.iterdir()] == [path]
+
+
+KILLED = """
+import os, signal, sys
+import jaxkv
+from jaxkv import snapshot
+spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+snapshot.save(jaxkv.make_cache(spec, cells=4), path=sys.argv[1])
+"""
+
+
+def test_save_removes_files_of_killed_saves_and_no_others(tmp_path):
+    path = tmp_path / "file"
+    snapshot.save(make(), path=path, model_id="old")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = {*tmp_path.iterdir()} - {path}
+    assert snapshot.inspect(path).model_id == "old" and snapshot.inspect(left).model_id is None
+    with left.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a running save
+        snapshot.save(make(), path=tmp_path / "other")
+        assert left.exists()
+    snapshot.save(make(), path=tmp_path / "other")
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "other"}
 
 
 def test_save_without_safetensors_says_what_to_install(monkeypatch):

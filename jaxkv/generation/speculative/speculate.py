@@ -350,9 +350,10 @@ def _feed_and_verify(
     last = jnp.take_along_axis(tokens, jnp.maximum(num_picked - 1, 0)[:, None], axis=1)[:, 0]
     remaining = state.remaining - num_picked
 
-    # Rejected draft tokens are removed. A sequence without an allowed token keeps its last token.
+    # Rejected draft tokens are removed. A place without an allowed token has no token, but the
+    # token before it is in the cache.
     if width > 1:
-        kept = progress.at + jnp.maximum(num_picked, 1)
+        kept = progress.at + jnp.sum(holds, axis=1, dtype=jnp.int32)
         cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # 0 to 0 is an empty range
         cache, _ = seq_rm(cache, state.sequence, *cut)
     # A refused step leaves the cache unchanged. A sequence that did not fit gets no more drafts; if

@@ -1,0 +1,120 @@
+"""Loops at their edges: more sequences than tokens, plans in jit, padding, no allowed token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import generation, make_batch
+from jaxkv.generation.beam import BeamTexts, advance_search, init_search, is_filled
+from jaxkv.generation.filters import make_sampler
+from jaxkv.generation.sampler import adjust_logits
+from tests.generation.tiny import forward
+from tests.helpers.caches import SPLIT, filled
+
+pytestmark = pytest.mark.core
+
+
+def test_warm_up_of_more_sequences_than_tokens_compiles_a_token_each():
+    traced = []
+
+    def counted(params, cache, ubatch):
+        traced.append(ubatch.valid.shape)
+        return forward(params, cache, ubatch)
+
+    cache = SPLIT.make()
+    generation.warm_up(counted, None, cache, ubatch_size=1, sequences=(0, 1))
+    assert traced == [(1, 1)]
+    jaxkv.prefill(counted, None, cache, make_batch([[1], [2]]), ubatch_size=1)
+    assert traced == [(1, 1)]
+
+
+def test_prefill_of_a_plan_that_is_an_argument_of_jit():
+    cache, batch = filled(2), make_batch([1, 2, 3], sequences=1)
+    plan = jaxkv.init_batch(cache, batch)
+    wanted = jaxkv.prefill(forward, None, cache, batch, plan=plan).logits
+    run = jax.jit(lambda cache, plan: jaxkv.prefill(forward, None, cache, batch, plan=plan).logits)
+    np.testing.assert_allclose(run(cache, plan)[:1], wanted, atol=1e-6)
+
+
+def test_prefill_of_a_refused_plan_raises_its_reason_for_any_batch():
+    cache, long = filled(2), make_batch([5] * 99)
+    with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
+        jaxkv.prefill(forward, None, cache, make_batch([1]), plan=jaxkv.init_batch(cache, long))
+
+
+SPEC = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
+TABLE = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+TEXTS = [[0, 3, 0, 5], [2], [0, 3, 1, 0, 0]]
+
+
+def by_previous(params, cache, ubatch):
+    x = jnp.zeros((*ubatch.valid.shape, 1, 1))
+    cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
+    return cache, jnp.asarray(params)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+
+
+@pytest.mark.parametrize("prompts", [None, [[4], [1, 0, 6], [7, 7]]], ids=["texts", "prompts"])
+def test_score_of_rows_with_padding_anywhere(prompts):
+    """Token 0 is no padding; the first token of a text without a prompt has no probability."""
+    rows = np.array([[-1, 0, 3, -1, 0, 5], [-1, -1, -1, 2, -1, -1], [0, 3, 1, -1, 0, 0]])
+    chances = jax.nn.log_softmax(TABLE)
+    wanted = np.zeros(rows.shape, np.float32)
+    for i, text in enumerate(TEXTS):
+        before = [None, *text] if prompts is None else [prompts[i][-1], *text]
+        wanted[i][rows[i] >= 0] = [
+            0 if last is None else chances[last, token]
+            for last, token in zip(before, text, strict=False)
+        ]
+
+    def score(rows):
+        return jaxkv.score(by_previous, TABLE, rows, prompts=prompts, spec=SPEC)
+
+    for found in (score(rows), jax.jit(score)(rows)):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    lists = score(TEXTS)
+    for i, text in enumerate(TEXTS):
+        np.testing.assert_allclose(lists[i, : len(text)], wanted[i][rows[i] >= 0], atol=1e-5)
+
+
+def test_beam_without_an_allowed_token_ends_with_what_it_has():
+    def masked(params, cache, ubatch):
+        cache, logits = by_previous(params, cache, ubatch)
+        last = ubatch.tokens.reshape(-1)[ubatch.outputs]
+        return cache, jnp.where(last[:, None] == 7, -jnp.inf, logits)
+
+    table = TABLE.copy()
+    table[:, 7] += 5  # the best beam reaches a token after which none is allowed
+    cache = jaxkv.make_cache(SPEC, cells=32, sequences=2)
+    cache, logits, *_ = jaxkv.prefill(masked, table, cache, make_batch([1]))
+    beams = generation.beam(masked, table, cache, logits[0], num_beams=2, num_tokens=4)
+    assert beams.reason == jaxkv.Reason.OK and np.isfinite(beams.scores).all()
+    chances = np.asarray(jax.nn.log_softmax(table))
+    for text, score, length in zip(beams.tokens, beams.scores, beams.lengths, strict=True):
+        text = [1, *text[:length].tolist()]
+        assert 7 not in text[:-1] and length == 4
+        pairs = zip(text, text[1:], strict=False)
+        np.testing.assert_allclose(score, sum(chances[pair] for pair in pairs), atol=1e-4)
+
+
+def test_beam_search_drops_a_beam_without_an_allowed_token():
+    search = init_search(2, 3)
+    scores = jnp.array([-1.0, -2.0])
+    living = BeamTexts(jnp.array([[7, -1, -1], [3, -1, -1]]), scores, jnp.array([1, 1]))
+    search = search._replace(living=living, length=jnp.int32(1))
+    logits = jnp.array([[-jnp.inf] * 4, [0.0, 0.0, -jnp.inf, -jnp.inf]])
+    with jax.disable_jit():  # compiled for a CPU, top_k leaves NaN out
+        parents, after = advance_search(search, logits, np.zeros(0, np.int32), jnp.float32(1))
+    assert parents.tolist() == [1, 1] and after.living.tokens[:, 1].tolist() == [0, 1]
+    np.testing.assert_allclose(after.living.scores, [-2 - np.log(2)] * 2, atol=1e-6)
+    _, none = advance_search(search, logits[:1].repeat(2, 0), np.zeros(0, np.int32), jnp.float32(1))
+    assert not is_filled(none.living).any() and not is_filled(none.ended).any()
+
+
+def test_sampler_of_rows_filters_only_rows_that_ask_for_it():
+    logits = jnp.asarray(TABLE[:4]).at[0, 5].set(jnp.nan)
+    sampler = make_sampler(temperature=1.0, top_k=jnp.array([0, 0, 2, 8]))
+    adjusted = adjust_logits(sampler, logits, sampler.init([[]] * 4))
+    assert np.isnan(adjusted[0, 5])
+    assert np.isfinite(adjusted[1:]).sum(axis=1).tolist() == [8, 2, 8]

@@ -1,0 +1,188 @@
+"""Speculation in full caches, of ended texts, without an allowed token, and with wrong drafts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import generation, make_batch
+from jaxkv.generation import Constraint, make_sampler
+from jaxkv.generation.speculative import token_tree
+from jaxkv.generation.speculative.acceptance import _find_first_accepted, verify_branches
+from jaxkv.generation.speculative.drafters import DraftTokens
+from tests.generation.test_speculation import Known
+from tests.generation.tiny import BEST, begun, by_table, decoded, ends, forward, speculated, texts
+from tests.helpers.caches import VOCABULARY, Kind, attention_cache, filled
+
+pytestmark = pytest.mark.core
+ROOMY = Kind("roomy", cells=48, sequences=4)
+
+
+def assert_as_decode(made, wanted):
+    assert texts(made) == texts(wanted)
+    for name in ("token", "active", "remaining", "reason", "draw_index"):
+        found, expected = (getattr(out.state, name).tolist() for out in (made, wanted))
+        assert found == expected, name
+    jax.tree.map(
+        np.testing.assert_array_equal, made.state.sampler_state, wanted.state.sampler_state
+    )
+    kept = [np.asarray(out.tokens >= 0) for out in (made, wanted)]
+    np.testing.assert_allclose(
+        np.asarray(made.logprobs)[kept[0]], np.asarray(wanted.logprobs)[kept[1]], atol=2e-4
+    )
+    assert ends(made.cache, [0, 1]) == ends(wanted.cache, [0, 1])
+    assert made.cache.num_used_cells() == wanted.cache.num_used_cells()
+
+
+RULE = dict(allowed=lambda s: jnp.arange(VOCABULARY) >= 16 * (s > 1), advance=lambda s, t: s + 1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_speculate_without_an_allowed_token_ends_as_decode(count):
+    """After `count` more tokens, no token is allowed."""
+    cache = filled(2, 3, kind=ROOMY)
+    free = decoded(cache, begun(cache, tokens=[1, 5]), num_tokens=4).tokens
+    prompts = [[1, 2, 1], [5, 3, 5]]
+    for temperature in (0.0, 1.0):
+        sampler = make_sampler(temperature=temperature)
+        sampler = Constraint(first=jnp.int32(1 - count), **RULE).constrain(sampler)
+        state = begun(cache, tokens=[1, 5], sampler=sampler, max_new_tokens=9)
+        run = dict(num_tokens=4, sampler=sampler)
+        wanted = decoded(cache, state, **run)
+        assert [len(text) for text in texts(wanted)] == [count, count]
+        drafters = [Known.make(free, wrong=False)]
+        drafters += [generation.prompt_lookup(prompts, ngram=1, num_branches=2)]
+        for drafter in drafters[: 2 if temperature == 0 else 1]:
+            made = speculated(drafter, cache, state, **run)
+            if temperature:  # other draws
+                wanted = wanted._replace(tokens=made.tokens, logprobs=made.logprobs)
+                wanted = wanted._replace(state=replace(wanted.state, token=made.state.token))
+                assert [len(text) for text in texts(made)] == [count, count]
+            assert_as_decode(made, wanted)
+
+
+def test_speculate_in_a_full_cache_ends_as_decode():
+    """A draft that does not fit is not counted; the text goes on without drafts."""
+    cache = filled(5, 4)  # 3 of 12 cells are free
+    state = begun(cache, tokens=[1, 5], max_new_tokens=[9, 1])
+    wanted = decoded(cache, state, num_tokens=6)
+    assert wanted.state.reason.tolist() == [jaxkv.Reason.OUT_OF_CELLS, jaxkv.Reason.OK]
+    free = jnp.pad(wanted.tokens, [(0, 0), (0, 3)])
+    made = speculated(Known.make(free, wrong=False), cache, state, num_tokens=6)
+    assert_as_decode(made, wanted)
+    assert made.num_drafted.tolist() == made.num_accepted.tolist() == [0, 0]
+
+
+def test_speculate_limit_ends_in_a_draft_as_decode():
+    cache = filled(2, 2, kind=ROOMY)
+    for limits in ([1, 2], [3, 4], [5, 0]):
+        state = begun(cache, tokens=[1, 5], max_new_tokens=limits)
+        wanted = decoded(cache, state, num_tokens=8)
+        free = decoded(cache, begun(cache, tokens=[1, 5]), num_tokens=8).tokens
+        made = speculated(Known.make(free, wrong=False), cache, state, num_tokens=8)
+        assert_as_decode(made, wanted)
+
+
+def proposed(prompts, tokens, active=None, **options):
+    """The valid drafts of `prompt_lookup` for each text, after its last token."""
+    count = len(prompts)
+    cache = filled(*[1] * count, kind=ROOMY)
+    state = begun(cache, tokens=tokens)
+    drafter = generation.prompt_lookup(prompts, num_draft_tokens=3, recent=16, **options)
+    active = np.ones(count, bool) if active is None else np.array(active)
+    _, draft = drafter.propose(BEST, state, active, jnp.ones(count, jnp.int32))
+    shape = (count, options.get("num_branches", 1), 3)
+    rows = np.where(draft.valid, draft.tokens, -1).reshape(shape).tolist()
+    return [[[token for token in branch if token >= 0] for branch in text] for text in rows]
+
+
+def test_prompt_lookup_proposes_what_followed_the_last_match_of_all_tokens():
+    prompts = [[1, 2, 7, 8, 9, 3, 2, 4, 6, 1], [1, 2, 7, 5, 2, 6, 1], [3, 4, 5, 6], [4, 7, 7]]
+    assert proposed(prompts, [2, 2, 7, 7], ngram=2) == [[[7, 8, 9]], [[7, 5, 2]], [[]], [[7]]]
+    assert proposed(prompts, [2, 2, 7, 7], [1, 0, 1, 1], ngram=2)[:2] == [[[7, 8, 9]], [[]]]
+    assert proposed([[0, 6, 5, 0], [6]], [6, 6], ngram=2) == [[[5, 0, 6]], [[]]]  # 0 is a token
+
+
+def test_prompt_lookup_branches_differ():
+    prompts = [[1, 5, 6, 1, 7, 8, 1, 5, 6], [1, 5, 6, 1, 5, 6, 2]]
+    found = proposed(prompts, [1, 1], ngram=1, num_branches=3)
+    assert found == [[[5, 6, 1], [7, 8, 1], []], [[5, 6, 2], [5, 6, 1], []]]
+
+
+def test_draft_model_update_keeps_the_token_that_its_cache_lacks():
+    fed = jnp.array([[7, 8, 9, 4]] * 4)
+    cache = filled(5, 5, 5, 3, kind=ROOMY)
+    draft = generation.draft_model(forward, None, cache, batch_size=4, num_draft_tokens=3)
+    at, counts = jnp.array([3, 3, 4, 4]), jnp.array([3, 2, 1, 0])
+    after = draft.update(jnp.arange(4), at, fed, counts)
+    assert after.cache.seq_pos_max([0, 1, 2, 3]).tolist() == [4, 4, 4, 2]
+    assert after.unfed.tolist() == [9, -1, -1, -1]
+    again = after.update(jnp.arange(1), jnp.array([6]), fed[:1], jnp.array([0]))
+    assert again.unfed.tolist()[0] == 9  # nothing was fed
+
+
+def test_tree_draft_model_says_what_decode_says():
+    cache = filled(3, 2, kind=ROOMY)
+    state = begun(cache, tokens=[1, 5], max_new_tokens=[6, 3])
+    wanted = decoded(cache, state, num_tokens=6)
+    options = dict(num_branches=2, batch_size=2, num_draft_tokens=2)
+    draft = generation.draft_model(forward, None, cache, **options)
+    made = speculated(draft, cache, state, num_tokens=6)
+    assert_as_decode(made, wanted)
+    assert made.num_accepted.tolist() == [4, 2] and made.num_model_steps.tolist() == [2, 1]
+
+
+def test_branches_take_free_sequences_of_the_stream():
+    cache = filled(1, 0, 0, 0, 1, 1, 0, 1, kind=Kind("two", cells=8, sequences=8, streams=2))
+    found = token_tree.assign_branch_sequences(cache.table, jnp.array([4, 0]), 3)
+    assert found.tolist() == [[4, 6, 8], [0, 1, 2]]  # 8: none is left
+
+
+def test_verified_branches_are_those_that_agree_with_the_text_so_far():
+    """Branch 0 is rejected at its first token, so its second token is not offered."""
+    none, certain = -jnp.inf, jnp.array([0.0, -jnp.inf, -jnp.inf])
+    half = jnp.array([0.0, none, 0.0])
+    logits = jnp.stack([certain[::-1], half, half, half, half])  # root, then branch by branch
+    rows, tokens = 64, jnp.array([[[1, 0], [2, 2]]])
+    drawn_from = jnp.broadcast_to(certain[::-1], (rows, 2, 2, 3))
+    drawn_from = drawn_from.at[:, :, 0].set(jnp.array([none, 0.0, 0.0]))
+    draft = DraftTokens(jnp.repeat(tokens, rows, axis=0), jnp.ones((rows, 2, 2), bool), drawn_from)
+    cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=8, sequences=rows)
+    state = begun(cache, tokens=[0] * rows, sequences=range(rows), seed=1)
+    sampler, ok = make_sampler(temperature=1.0), jnp.ones(rows, bool)
+    made, _, holds, _, branch = verify_branches(
+        sampler, jnp.broadcast_to(logits, (rows, 5, 3)), draft, state, ok
+    )
+    assert (made[:, 0] == 2).all() and holds[:, 1].all() and (branch == 1).all()
+    assert 16 < (made[:, 1] == 0).sum() < 48 and set(made[:, 1].tolist()) == {0, 2}
+
+
+def test_tree_draft_model_with_fewer_tokens_than_branches_raises():
+    cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=32, sequences=8)
+    cache, *_ = jaxkv.prefill(by_table, jnp.ones((4, 4)), cache, make_batch([1]))
+    state = begun(cache, tokens=[1])
+    draft = generation.draft_model(by_table, jnp.ones((4, 4)), cache, num_branches=5)
+    with pytest.raises(ValueError, match="at most as many branches as the 4 tokens"):
+        generation.speculate(by_table, jnp.ones((4, 4)), cache, state, drafter=draft, num_tokens=2)
+
+
+def test_rejected_drafts_leave_what_the_model_has_in_addition():
+    """The first draft token has no chance: p becomes max(p - q, 0), and q loses the token."""
+    p, q = jnp.array([[0.0, 0.5, 0.5]]), jnp.array([[0.6, 0.4, 0.0]])
+    keys = jax.random.split(jax.random.key(0), 1)
+    for asked, rest in (([True, False], [0.0, 1 / 6, 5 / 6]), ([False, False], [0.0, 0.5, 0.5])):
+        accepted, logits = _find_first_accepted(
+            jnp.log(p), jnp.array([[0, 1]]), jnp.array([asked]), jnp.log(q), keys
+        )
+        assert accepted.tolist() == [-1]
+        np.testing.assert_allclose(jnp.exp(logits)[0], rest, atol=1e-6)
+    asks = dict(asked=jnp.array([[True, True]]), drawn_from=jnp.log(q), keys=keys)
+    certain = jnp.log(jnp.array([[0.0, 1.0, 0.0]]))
+    accepted, _ = _find_first_accepted(certain, jnp.array([[0, 1]]), **asks)
+    assert accepted.tolist() == [1]
+    none = jnp.full((1, 3), -jnp.inf)
+    accepted, logits = _find_first_accepted(none, jnp.array([[0, 1]]), **asks)
+    assert accepted.tolist() == [-1] and (logits == -jnp.inf).all()

@@ -1,0 +1,99 @@
+"""Hybrid caches whose parts disagree: plans and edits are refused by one part alone."""
+
+import pytest
+
+import jaxkv
+from jaxkv import Reason, make_batch
+from jaxkv.hybrid import compose_hybrid_cache
+from tests.helpers.caches import ROPE, assert_identical, attention_cache, recurrent_cache
+
+pytestmark = pytest.mark.core
+STATES = {"x": ((), "float32")}
+
+
+def attention(**sizes):
+    sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=3, rope=ROPE) | sizes
+    return attention_cache(**sizes)
+
+
+def told(*parts, counts=()):
+    """A hybrid cache of parts that have one layer each, after tokens of each sequence."""
+    cache = compose_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts)))
+    for seq, count in enumerate(counts):
+        if count:
+            batch = make_batch([seq + 1] * count, sequences=seq)
+            cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
+    return cache
+
+
+def either_order(*parts):
+    return [parts, parts[::-1]]
+
+
+@pytest.mark.parametrize("parts", either_order(attention(cells=4), attention(cells=9)), ids=[1, 2])
+def test_plan_fits_where_every_part_has_cells(parts):
+    """The sequence with fewer tokens fits, in any order of the tokens."""
+    for tokens, refused in (([[1, 2], [3, 4, 5]], 1), ([[1, 2, 3], [4, 5]], 0)):
+        plan = jaxkv.init_batch(told(*parts), make_batch(tokens))
+        wanted = [Reason.OUT_OF_CELLS if seq == refused else Reason.OK for seq in range(3)]
+        assert plan.reason.tolist() == wanted and not plan.ok
+        assert plan.fits.tolist() == [seq != refused for seq in range(3)]
+        assert (plan.expected[refused], plan.actual[refused]) == (3, 2)
+
+
+RUNS = [attention(cells=cells, placement="contiguous") for cells in (6, 12)]
+
+
+@pytest.mark.parametrize("parts", either_order(*RUNS), ids=[1, 2])
+def test_plan_needs_a_run_of_cells_in_every_part(parts):
+    cache = told(*parts, counts=(2, 2, 2))
+    for seq in (0, 2):
+        cache, _ = jaxkv.seq_rm(cache, seq)
+    plan = jaxkv.init_batch(cache, make_batch([1, 2, 3]))
+    assert plan.reason.tolist() == [Reason.FRAGMENTED, Reason.OK, Reason.OK]
+    assert jaxkv.init_batch(cache, make_batch([1, 2])).ok
+    plan = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [1] * 9]))
+    assert plan.reason.tolist() == [Reason.FRAGMENTED, Reason.OUT_OF_CELLS, Reason.OK]
+
+
+def states(**sizes):
+    return recurrent_cache(1, STATES, sequences=3, **sizes)
+
+
+@pytest.mark.parametrize("parts", either_order(attention(cells=9), states()), ids=[1, 2])
+def test_plan_of_a_shift_in_one_part_is_refused_for_its_sequence(parts):
+    cache, ok = jaxkv.seq_add(told(*parts, counts=(2, 2)), 0, 0, -1, delta=3)
+    assert ok
+    plan = jaxkv.init_batch(cache, make_batch([[1], [2]]))
+    assert plan.reason.tolist() == [Reason.SHIFT_PENDING, Reason.OK, Reason.OK]
+    assert jaxkv.init_batch(cache, make_batch([2], sequences=1)).ok
+    assert jaxkv.init_batch(jaxkv.apply(cache, jaxkv.init_update(cache)), make_batch([1])).ok
+
+
+@pytest.mark.parametrize(
+    "parts", either_order(attention(cells=9), states(max_rollback=1)), ids=[1, 2]
+)
+def test_edit_that_one_part_refuses_changes_no_part(parts):
+    """States cannot lose tokens in the middle; the last positions would stay equal."""
+    cache = told(*parts, counts=(4, 2))
+    for p0, p1 in ((1, 3), (0, 2), (2, -1)):
+        after, ok = jaxkv.seq_rm(cache, 0, p0, p1)
+        assert not ok
+        assert_identical(after, cache)
+    assert jaxkv.seq_rm(cache, 0, 3).ok and jaxkv.seq_rm(cache, 0).ok
+
+
+def test_parts_with_other_last_positions_are_read_and_emptied():
+    counts = (3, 2, 1), (2, 2, 0)
+    ends = [told(attention(cells=9), counts=count).parts[0] for count in counts]
+    for one, other in either_order(*ends):
+        cache = told(one, other)
+        assert cache.seq_pos_min([0, 1, 2]).tolist() == [0, 0, -1]
+        assert cache.seq_pos_max([0, 1, 2]).tolist() == [1, 1, -1]
+        assert cache.table.num_layers(cache.buffers) == 2
+        plan = jaxkv.init_batch(cache, make_batch([[1], [2]]))
+        assert plan.reason.tolist() == [Reason.CONTEXT_EVICTED, Reason.OK, Reason.OK]
+        rest, ok = jaxkv.seq_rm(cache, 1)
+        assert ok and rest.seq_pos_max(1) == -1
+        rest, ok = jaxkv.seq_rm(rest, 0)
+        assert ok and jaxkv.init_batch(rest, make_batch([[1], [2]])).ok

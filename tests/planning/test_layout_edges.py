@@ -1,0 +1,56 @@
+"""Layouts at their bounds: numbers of outputs, and when rows of several sequences are padded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import make_batch
+from jaxkv.planning.layout import lay_out_batch
+from tests.helpers.caches import WIDE, Kind
+
+pytestmark = pytest.mark.core
+
+ROWS = Kind("rows", cells=64, sequences=5, streams=5)
+
+
+@pytest.mark.parametrize("count", [8, 9, 17])
+def test_init_batch_traced_tokens_have_an_output_for_each_sequence(count):
+    @jax.jit
+    def outputs(cache, tokens):
+        ids = np.arange(count)
+        return jaxkv.init_batch(cache, make_batch(tokens, sequences=ids)).ubatch.output_index
+
+    found = outputs(WIDE.make(), jnp.arange(count)).tolist()
+    assert sorted(found)[:count] == [*range(count)]
+    assert len(found) == count  # a power of two, but at most the number of tokens
+
+
+@pytest.mark.parametrize("count, size", [(8, 8), (9, 16), (16, 16), (17, 32)])
+def test_outputs_are_padded_to_a_power_of_two(count, size):
+    cache = WIDE.make()
+    batch = make_batch([1] * 32, sequences=np.arange(32) % 16, outputs=np.arange(32) < count)
+    assert lay_out_batch(cache.table.spec, batch, 512, None)[2] == size
+    assert jaxkv.init_full(cache, outputs=count).ubatch.outputs.shape == (size,)
+
+
+def shapes(lengths, ubatch_size, split_by=None, kind=ROWS):
+    batch = make_batch([[1] * length for length in lengths])
+    _, parts, _ = lay_out_batch(kind.make().table.spec, batch, ubatch_size, split_by)
+    return [part.shape for part in parts]
+
+
+def test_rows_are_padded_up_to_a_number_of_tokens():
+    """64 tokens, the tokens of a ubatch, or a quarter more than without padding."""
+    assert shapes([9, 1, 1, 1], 13) == [(4, 13)]
+    assert len(shapes([9, 1, 1, 1, 1], 13)) > 1  # 65 tokens with padding
+    assert shapes([48, 40, 40], 256) == [(4, 64)]
+    assert len(shapes([48, 40, 40], 160)) > 1
+
+
+@pytest.mark.parametrize("kind", [ROWS, WIDE], ids=str)
+def test_lay_out_batch_cuts_as_told(kind):
+    assert shapes([3, 2], 8, "sequence", kind) == [(1, 4), (1, 2)]
+    assert shapes([3, 2], 8, "equal", kind) == [(2, 2), (1, 1)]
+    assert shapes([3, 2], 8, "simple", WIDE) == [(1, 8)]

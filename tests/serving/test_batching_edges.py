@@ -1,0 +1,97 @@
+"""An engine at its edges: few cells, requests that end in a step that refuses others, chunks."""
+
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.serving.engine import FinishReason, Request
+from jaxkv.serving.prefill_chunks import PromptPart, chunk_shapes, cut_chunk
+from jaxkv.serving.request import make_batch_sampler
+from tests.helpers.caches import Kind
+from tests.serving import servers
+from tests.serving.servers import POOL, STREAMS, alone, engine_of, placed, run
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize("kind", [POOL, STREAMS, Kind("one", cells=12, sequences=1)], ids=str)
+@pytest.mark.parametrize("reserve", [True, False])
+def test_submit_of_a_request_for_more_cells_than_a_stream_raises(kind, reserve):
+    engine = engine_of(kind, reserve=reserve)
+    with pytest.raises(ValueError, match=f"expected cells for {kind.cells + 1} tokens"):
+        engine.submit(Request(prompt=[1] * (kind.cells + 1), max_new_tokens=1))
+    with (
+        pytest.raises(ValueError, match="prompt of 1, and all but the last")
+        if reserve
+        else (pytest.raises(ValueError, match="expected max_new_tokens of at least 1"))
+    ):
+        engine.submit(Request(prompt=[1], max_new_tokens=(kind.cells + 1) * reserve))
+    assert not engine.busy
+    (result,) = run(engine, [Request(prompt=[1] * kind.cells, max_new_tokens=1)])
+    assert result.tokens.size == 1 and result.reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_stop_tokens_of_a_request_up_to_the_maximum():
+    engine = engine_of(POOL, max_stop_tokens=2)
+    engine.submit(Request(prompt=[1], max_new_tokens=1, stop_tokens=[8, 9]))
+    with pytest.raises(ValueError, match="stop"):
+        engine.submit(Request(prompt=[1], max_new_tokens=1, stop_tokens=[7, 8, 9]))
+
+
+def test_request_that_ends_leaves_its_cells_to_a_refused_one():
+    """Both need a cell in one step, and only one is free: the text of both goes on or ends."""
+    kind = Kind("tight", cells=10, sequences=2)
+    engine = engine_of(kind, reserve=False, tokens_per_step=2, stop_tokens=[])
+    first = engine.submit(Request(prompt=[1, 2], max_new_tokens=4))
+    second = engine.submit(Request(prompt=[3, 4, 5], max_new_tokens=7))
+    most, preempted, results = 0, 0, []
+    while engine.busy:
+        before = len(engine.tokens_of(second))
+        results += engine.step()
+        most = max(most, int(engine.cache.num_used_cells()))
+        states = [text for text in engine._schedule.all_requests if text.id == second]
+        preempted += bool(before) and any(text.sequence < 0 for text in states)
+    assert most > 7 and preempted == 0
+    for result, tokens in zip(sorted(results, key=lambda one: one.id), (4, 7), strict=True):
+        wanted, *_ = alone(result.request, stop_tokens=())
+        assert result.tokens.tolist() == wanted.tolist() and result.tokens.size == tokens
+    assert [result.id for result in results] == [first, second]
+
+
+def test_request_waits_for_the_cells_of_a_chunk_in_a_window():
+    kind = Kind("window", cells=11, sequences=2, windows=(jaxkv.Window.sliding(3),))
+    for chunk, count in ((8, 1), (4, 2)):
+        engine = engine_of(kind, prefill_chunk=chunk)
+        for seed in range(2):
+            engine.submit(Request(prompt=servers.tokens(20, seed), max_new_tokens=4))
+        engine.step()
+        assert placed(engine) == count
+        results = sorted(engine.results(), key=lambda result: result.id)
+        cache = Kind("alone", cells=64, sequences=1, windows=kind.windows)
+        for result in results:
+            wanted, *_ = alone(result.request, cache=cache.make())
+            assert result.tokens.tolist() == wanted.tolist()
+
+
+def test_chunk_costs_are_summed_over_prompts():
+    spec = Kind("streams", cells=64, sequences=3, streams=3).make().table.spec
+    parts = [PromptPart(i, np.arange(n, dtype=np.int32)) for i, n in enumerate((16, 8, 8))]
+    chunk, counts = cut_chunk(spec, chunk_shapes(spec, 32), parts)
+    assert chunk.valid.shape == (3, 8) and counts == [8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "sampling, filters",
+    [
+        ({}, []),
+        ({"temperature": 1.0}, ["temperature", "min_p"]),
+        ({"temperature": 1.0, "top_k": 2}, ["temperature", "top_k", "top_p", "min_p"]),
+        ({"temperature": 1.0, "top_p": 0.5}, ["temperature", "top_k", "top_p", "min_p"]),
+    ],
+)
+def test_sampler_of_requests_has_the_filters_that_one_asks_for(sampling, filters):
+    names = ["temperature", "top_k", "top_p", "min_p"]
+    request = Request(prompt=[1], max_new_tokens=1, sampling=sampling)
+    options = dict(sampling_options=frozenset(names), penalty_last_n=4)
+    sampler = make_batch_sampler([None, request], **options)
+    assert [name for name in names if getattr(sampler, name) is not None] == filters
