@@ -14,7 +14,12 @@ _INTS = (
     (re.compile("experts"), whole(0, 2**14)),
     # A rotary embedding is a tuple of half as many numbers as a head.
     (re.compile("d_kv|group|head|rank|state"), whole(1, 2**14)),
-    (re.compile("size|width|d_ff|d_model|window(?!_layers)|position"), whole(1, 2**31 - 2)),
+    (
+        re.compile(
+            "(hidden|intermediate|vocab)_size|width|d_ff|d_model|window(?!_layers)|position"
+        ),
+        whole(1, 2**31 - 2),
+    ),
     (re.compile("conv"), whole(2, 1024)),
     (re.compile("theta"), whole(2, 2**31 - 2)),
     (re.compile(""), whole(0, 2**31 - 2)),
