@@ -93,6 +93,10 @@ def test_parts_with_other_last_positions_are_read_and_emptied():
         assert cache.table.num_layers(cache.buffers) == 2
         plan = jaxkv.init_batch(cache, make_batch([[1], [2]]))
         assert plan.reason.tolist() == [Reason.CONTEXT_EVICTED, Reason.OK, Reason.OK]
+        for src, dst, p0 in ((0, 2, 0), (1, [0, 1], 5)):  # the second copies no token
+            same, ok = jaxkv.seq_cp(cache, src, dst, p0)
+            assert not ok
+            assert_identical(same, cache)
         rest, ok = jaxkv.seq_rm(cache, 1)
         assert ok and rest.seq_pos_max(1) == -1
         rest, ok = jaxkv.seq_rm(rest, 0)
