@@ -114,3 +114,14 @@ def test_can_allocate_where_every_part_has_cells(parts):
     for lengths, wanted in (([4, 0, 2, 2], [True, True]), ([5, 0, 4, 1], [False, False])):
         assert table.can_allocate(np.array(lengths), 1, none).tolist() == wanted
     assert table.can_allocate(np.array([5, 0, 1, 0]), 1, none).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("parts", either_order(*POOLS), ids=[1, 2])
+def test_copies_to_another_stream_need_cells_in_every_part(parts):
+    cache = told(*parts, counts=(3, 0, 2))
+    for same, ok in (jaxkv.seq_select(cache, [0], [3]), jaxkv.seq_cp(cache, 0, 3)):
+        assert not ok
+        assert_identical(same, cache)
+    rest, _ = jaxkv.seq_rm(cache, 2)
+    after, ok = jaxkv.seq_select(rest, [0], [3])
+    assert ok and after.seq_pos_max([0, 3]).tolist() == [2, 2]
