@@ -110,7 +110,7 @@ def test_stop_token_in_the_middle_of_a_step_ends_a_request():
 def test_refused_chunk_preempts_no_request_of_another_stream():
     """The running request takes the cells that the prompt beside it needs for its last chunks."""
     engine = engine_of(
-        Kind("groups", cells=48, sequences=6, streams=2),
+        Kind("groups", cells=44, sequences=6, streams=2),
         reserve=False,
         tokens_per_step=1,
         stop_tokens=[],
