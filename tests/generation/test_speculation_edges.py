@@ -91,7 +91,8 @@ def proposed(prompts, tokens, active=None, **options):
     count = len(prompts)
     cache = filled(*[1] * count, kind=ROOMY)
     state = begun(cache, tokens=tokens)
-    drafter = generation.prompt_lookup(prompts, num_draft_tokens=3, recent=16, **options)
+    options = dict(num_draft_tokens=3, recent=16) | options
+    drafter = generation.prompt_lookup(prompts, **options)
     active = np.ones(count, bool) if active is None else np.array(active)
     _, draft = drafter.propose(BEST, state, active, jnp.ones(count, jnp.int32))
     shape = (count, options.get("num_branches", 1), 3)
@@ -104,6 +105,7 @@ def test_prompt_lookup_proposes_what_followed_the_last_match_of_all_tokens():
     assert proposed(prompts, [2, 2, 7, 7], ngram=2) == [[[7, 8, 9]], [[7, 5, 2]], [[]], [[7]]]
     assert proposed(prompts, [2, 2, 7, 7], [1, 0, 1, 1], ngram=2)[:2] == [[[7, 8, 9]], [[]]]
     assert proposed([[0, 6, 5, 0], [6]], [6, 6], ngram=2) == [[[5, 0, 6]], [[]]]  # 0 is a token
+    assert proposed([[3, 4, 5, 6]], [7], ngram=2, recent=4) == [[[]]]
 
 
 def test_prompt_lookup_branches_differ():

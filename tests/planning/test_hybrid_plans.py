@@ -1,5 +1,6 @@
 """Hybrid caches whose parts disagree: plans and edits are refused by one part alone."""
 
+import numpy as np
 import pytest
 
 import jaxkv
@@ -90,10 +91,37 @@ def test_parts_with_other_last_positions_are_read_and_emptied():
         cache = told(one, other)
         assert cache.seq_pos_min([0, 1, 2]).tolist() == [0, 0, -1]
         assert cache.seq_pos_max([0, 1, 2]).tolist() == [1, 1, -1]
+        assert cache.table.nonempty_sequences().tolist() == [True] * 3
         assert cache.table.num_layers(cache.buffers) == 2
         plan = jaxkv.init_batch(cache, make_batch([[1], [2]]))
         assert plan.reason.tolist() == [Reason.CONTEXT_EVICTED, Reason.OK, Reason.OK]
+        for src, dst, p0 in ((0, 2, 0), (1, [0, 1], 5)):  # the second copies no token
+            same, ok = jaxkv.seq_cp(cache, src, dst, p0)
+            assert not ok
+            assert_identical(same, cache)
         rest, ok = jaxkv.seq_rm(cache, 1)
         assert ok and rest.seq_pos_max(1) == -1
         rest, ok = jaxkv.seq_rm(rest, 0)
         assert ok and jaxkv.init_batch(rest, make_batch([[1], [2]])).ok
+
+
+POOLS = [attention(cells=cells, sequences=4, streams=2) for cells in (4, 9)]
+
+
+@pytest.mark.parametrize("parts", either_order(*POOLS), ids=[1, 2])
+def test_can_allocate_where_every_part_has_cells(parts):
+    table, none = told(*parts).table, (np.zeros(2, np.int32),) * 2
+    for lengths, wanted in (([4, 0, 2, 2], [True, True]), ([5, 0, 4, 1], [False, False])):
+        assert table.can_allocate(np.array(lengths), 1, none).tolist() == wanted
+    assert table.can_allocate(np.array([5, 0, 1, 0]), 1, none).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("parts", either_order(*POOLS), ids=[1, 2])
+def test_copies_to_another_stream_need_cells_in_every_part(parts):
+    cache = told(*parts, counts=(3, 0, 2))
+    for same, ok in (jaxkv.seq_select(cache, [0], [3]), jaxkv.seq_cp(cache, 0, 3)):
+        assert not ok
+        assert_identical(same, cache)
+    rest, _ = jaxkv.seq_rm(cache, 2)
+    after, ok = jaxkv.seq_select(rest, [0], [3])
+    assert ok and after.seq_pos_max([0, 3]).tolist() == [2, 2]

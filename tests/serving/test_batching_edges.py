@@ -95,3 +95,45 @@ def test_sampler_of_requests_has_the_filters_that_one_asks_for(sampling, filters
     options = dict(sampling_options=frozenset(names), penalty_last_n=4)
     sampler = make_batch_sampler([None, request], **options)
     assert [name for name in names if getattr(sampler, name) is not None] == filters
+
+
+def test_stop_token_in_the_middle_of_a_step_ends_a_request():
+    request = Request(prompt=[1, 2, 3], max_new_tokens=8, sampling={"temperature": 1.5}, seed=3)
+    wanted, *_ = alone(request, stop_tokens=[])
+    stop = next(token for i, token in enumerate(wanted) if i > 1 and token not in wanted[:i])
+    engine = engine_of(POOL, tokens_per_step=8, stop_tokens=[int(stop)])
+    (result,) = run(engine, [request])
+    assert result.reason == FinishReason.STOP
+    assert result.tokens.tolist() == wanted[: wanted.tolist().index(stop) + 1].tolist()
+
+
+def test_refused_chunk_preempts_no_request_of_another_stream():
+    """The running request takes the cells that the prompt beside it needs for its last chunks."""
+    engine = engine_of(
+        Kind("groups", cells=44, sequences=6, streams=2),
+        reserve=False,
+        tokens_per_step=1,
+        stop_tokens=[],
+    )
+    requests = [Request(prompt=[1, 2, 3, 4], max_new_tokens=24)]
+    requests += [Request(prompt=servers.tokens(38, seed), max_new_tokens=2) for seed in (1, 2)]
+    ids, waited = [engine.submit(request) for request in requests], set()
+    results = []
+    while engine.busy:
+        results += engine.step()
+        waited |= {text.id for text in engine._schedule.all_requests if text.sequence < 0}
+    assert waited == {ids[1]} and {result.reason for result in results} == {FinishReason.LENGTH}
+    for result in results:
+        wanted, *_ = alone(result.request, stop_tokens=())
+        assert result.tokens.tolist() == wanted.tolist()
+
+
+def test_generate_that_raises_keeps_results_of_other_requests():
+    engine = servers.warm(POOL)
+    cancelled = engine.submit(Request(prompt=[1, 2], max_new_tokens=4))
+    assert engine.cancel(cancelled)
+    with pytest.raises(ValueError, match="expected cells for"):
+        engine.generate([Request(prompt=[1] * n, max_new_tokens=1) for n in (2, 99)])
+    assert [(one.id, one.reason) for one in engine.results()] == [
+        (cancelled, FinishReason.CANCELLED)
+    ]
