@@ -232,10 +232,10 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
     """Return the table and the buffers of a cache; raise TypeError for another object."""
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
-    if isinstance(cache, tuple):
+    if isinstance(cache, tuple) or hasattr(cache, "cache"):
         raise TypeError(
-            "expected a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?); pass the "
-            "cache in it, `.cache`"
+            f"expected a cache, got {type(cache).__name__} (was `cache, ok = seq_rm(...)` not "
+            f"unpacked?); pass the cache in it, `.cache`"
         )
     raise TypeError(
         f"expected a cache, got {type(cache)}; pass the cache of make_cache or of the "
