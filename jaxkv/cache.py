@@ -233,9 +233,10 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
     if isinstance(cache, tuple) or hasattr(cache, "cache"):
+        kind = "a tuple" if isinstance(cache, tuple) else "a result"
         raise TypeError(
-            f"expected a cache, got {type(cache).__name__} (was `cache, ok = seq_rm(...)` not "
-            f"unpacked?); pass the cache in it, `.cache`"
+            f"expected a cache, got {kind} (was `cache, ok = seq_rm(...)` not unpacked?); pass the "
+            "cache in it, `.cache`"
         )
     raise TypeError(
         f"expected a cache, got {type(cache)}; pass the cache of make_cache or of the "

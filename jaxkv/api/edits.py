@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,10 +13,17 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.validate import check_bounds, check_count, check_position, check_range
+from jaxkv.core.validate import (
+    check_bounds,
+    check_count,
+    check_equal_lengths,
+    check_int32,
+    check_position,
+    check_range,
+)
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.plan import PlanRefusedError, Reason
-from jaxkv.spec import TableSpec, are_in_same_streams, check_distinct, mask_unchanged_targets
+from jaxkv.spec import are_in_same_streams, check_distinct, mask_unchanged_targets
 from jaxkv.table import CacheTable, EditCheck, join_checks
 
 if TYPE_CHECKING:
@@ -41,7 +49,7 @@ class EditResult:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.cache, self.ok))
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         return tuple(self)[index]
 
     def check(self) -> Cache:
@@ -125,13 +133,8 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     table, buffers = split(cache)
     ids = table.spec.sequence_ids(-1 if seq is None else seq, lowest=-1)
     cuts = ids, *check_bounds(p0, p1)
-    axes = [np.shape(x) for x in cuts]
-    if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
-        raise ValueError(
-            f"expected seq, p0 and p1 of one shape [n], or [], got {axes}; pass scalars, or "
-            "lists of one length"
-        )
-    table, check = _remove_ranges(table, *cuts)
+    check_equal_lengths("seq, p0 and p1", *cuts)
+    table, check = _remove(table, *cuts)
     return edit_result(merge(table, buffers), check)
 
 
@@ -279,15 +282,16 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
     return edit_result(merge(table, buffers), check)
 
 
-def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
-    """Add `delta` to the positions of a range of a sequence.
+def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> EditResult:
+    """Add `delta` to the positions of a range of a sequence, or of several ranges in order.
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
     owners. `seq_add` does not check whether positions stay unique. If `Cache.can_seq_add` returns
     False for the same arguments, two tokens of a sequence may get equal positions.
 
-    In these cases, the flag `ok` is False, and the cache is unchanged:
+    The flag `ok` and the `reason` are `[]`, or `[n]` for lists of length n. A refused range does
+    not affect the other ranges. In these cases, `ok` is False, and the range is unchanged:
 
     - POSITION_OUT_OF_RANGE: a position would reach 2**31 - 1. With recurrent states, the range has
       tokens and `p0 + delta` is negative.
@@ -298,8 +302,8 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
-      seq: id of the sequence to shift. For a traced id out of range, the cache is unchanged and
-        `ok` is True.
+      seq: id of the sequence to shift, or a list of ids. A traced id out of range has no effect,
+        and `ok` is True.
       p0: first position of the range; -1 means 0.
       p1: one past the last position of the range; None or -1 means no end.
       delta: number to add to each position. Tokens with a negative new position are removed.
@@ -307,7 +311,9 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     Raises:
       ValueError: If attention layers were made without the argument `rope`.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
-      ValueError: If an argument is a list, or a concrete `abs(delta)` exceeds 2**31 - 1.
+      ValueError: If a concrete `abs(delta)` exceeds 2**31 - 1.
+      ValueError: If lists have different lengths, or an argument has two dimensions. A scalar
+        applies to all ranges.
 
     Examples:
       Remove two tokens, and close the gap in the positions:
@@ -329,7 +335,8 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     """
     table, buffers = split(cache)
     table.check_can_shift(buffers)
-    args = table.spec.sequence_id(seq), *check_range(p0, p1), check_position(delta, "delta")
+    args = table.spec.sequence_ids(seq), *check_bounds(p0, p1), check_int32(delta, "delta")
+    check_equal_lengths("seq, p0, p1 and delta", *args)
     table, check = _add(table, *args)
     return edit_result(merge(table, buffers), check)
 
@@ -412,37 +419,28 @@ def _are_bounds(start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, 
     return (start >= -1) & (stop >= -1)
 
 
-def _edit_range(
-    edit: Callable[..., tuple[CacheTable, EditCheck]],
-    spec: TableSpec,
-    seq: Int32[Array, ""],
-    *args: Int32[Array, ""],
-) -> tuple[CacheTable, EditCheck]:
-    """Call `edit`; refuse it if a bound is below -1."""
-    are_bounds = _are_bounds(*args[:2])
-    edited, check = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
-    return edited, join_checks((are_bounds, Reason.ARGUMENT_OUT_OF_RANGE), check)
+def _jit_range_edit(
+    method: Callable[..., tuple[CacheTable, EditCheck]],
+) -> Callable[..., tuple[CacheTable, EditCheck]]:
+    """Compile a method that edits a range, or several in order; a bound below -1 is refused."""
+
+    def edit_range(table: CacheTable, args: Sequence[jax.Array]) -> tuple[CacheTable, EditCheck]:
+        seq, *others = args
+        are_bounds = _are_bounds(*others[:2])
+        seq = jnp.where(are_bounds, seq, table.spec.sequences)
+        edited, check = getattr(table, method.__name__)(seq, *others)
+        return edited, join_checks((are_bounds, Reason.ARGUMENT_OUT_OF_RANGE), check)
+
+    def edit_ranges(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, EditCheck]:
+        args = jnp.broadcast_arrays(*args)
+        return jax.lax.scan(edit_range, table, args) if args[0].ndim else edit_range(table, args)
+
+    return jit_table(wraps(method, updated=())(edit_ranges))
 
 
-@jit_table
-def _remove_ranges(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, EditCheck]:
-    def remove(table: CacheTable, cut: list) -> tuple[CacheTable, EditCheck]:
-        return _edit_range(table.seq_rm, table.spec, *cut)
-
-    all_cuts = jnp.broadcast_arrays(*cuts)
-    if all_cuts[0].ndim == 0:
-        return remove(table, all_cuts)
-    return jax.lax.scan(remove, table, all_cuts)
-
-
-@jit_table
-def _add(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, EditCheck]:
-    return _edit_range(table.seq_add, table.spec, *args)
-
-
-@jit_table
-def _divide(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, EditCheck]:
-    return _edit_range(table.seq_div, table.spec, *args)
+_remove, _add, _divide = map(
+    _jit_range_edit, (CacheTable.seq_rm, CacheTable.seq_add, CacheTable.seq_div)
+)
 
 
 def _copy_sequences(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+
 import jax
 import jax.numpy as jnp
 

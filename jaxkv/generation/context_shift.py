@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.api.apply import apply
 from jaxkv.api.edits import EditResult, edit_result
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_not_donated
-from jaxkv.core.validate import check_count, check_int32
+from jaxkv.core.validate import check_count, check_equal_lengths, check_int32, check_position
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec
@@ -27,12 +26,12 @@ from jaxkv.table import EditCheck, MaintenancePlan, join_checks
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
 
-    from jaxkv.core.types import Id
+    from jaxkv.core.types import Id, Ids
     from jaxkv.table import CacheTable
 
 
 def context_shift(
-    cache: Cache, seq: Id, *, num_keep: Id, num_discard: Id, donate: bool = False
+    cache: Cache, seq: Ids, *, num_keep: Ids, num_discard: Ids, donate: bool = False
 ) -> EditResult:
     """Remove tokens of a sequence, and move later tokens to lower positions.
 
@@ -41,13 +40,14 @@ def context_shift(
 
     Args:
       cache: A cache without recurrent states.
-      seq: Id of the sequence.
+      seq: Id of the sequence, or a list of ids. A list takes one program and one rotation.
       num_keep: Number of tokens to keep at the beginning of the sequence.
       num_discard: Number of positions to remove after the kept tokens.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
 
     Returns:
-      The cache, `ok` `[]` bool and `reason`. In these cases, the cache is unchanged:
+      The cache, `ok` and `reason`, `[]` or `[n]` for lists of length n. A refused shift does not
+      affect the other sequences. In these cases, `ok` is False, and the sequence is unchanged:
 
       - ARGUMENT_OUT_OF_RANGE: a traced `seq`, `num_keep` or `num_discard` is out of range.
       - TOO_FEW_TOKENS: the last position of the sequence is below `num_keep + num_discard - 1`.
@@ -56,8 +56,10 @@ def context_shift(
 
     Raises:
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
-      ValueError: If an argument is not one number, or a concrete `seq` is not in the cache.
+      ValueError: If a concrete `seq` is not in the cache.
       ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` is below 1.
+      ValueError: If lists have different lengths, or an argument has two dimensions. A scalar
+        applies to all sequences.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -74,11 +76,13 @@ def context_shift(
     _check_attention_only(table.spec, "a state cannot forget what it has seen")
     table.check_can_shift(buffers)
     check_not_donated(cache)
-    bounds = (
-        _check_token_count(num_keep, "num_keep", low=0),
-        _check_token_count(num_discard, "num_discard", low=1),
+    args = (
+        table.spec.sequence_ids(seq),
+        check_int32(num_keep, "num_keep", low=0),
+        check_int32(num_discard, "num_discard", low=1),
     )
-    table, plan, check = _context_shift_table(table, table.spec.sequence_id(seq), *bounds)
+    check_equal_lengths("seq, num_keep and num_discard", *args)
+    table, plan, check = _context_shift_table(table, *args)
     return edit_result(apply(merge(table, buffers), plan, donate=donate), check)
 
 
@@ -164,21 +168,11 @@ def self_extend(
         )
     table.check_can_shift(buffers)
     check_not_donated(cache)
-    args = _check_token_count(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
+    args = check_position(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
     ids = table.spec.sequence_id(seq)
     table, plan, next_grouped, check = _self_extend_table(table, ids, *args)
     cache = apply(merge(table, buffers), plan, donate=donate)
     return SelfExtendResult(cache=cache, ok=check.ok, reason=check.reason, grouped=next_grouped)
-
-
-def _check_token_count(
-    value: Id, name: str, low: int = -END
-) -> Int32[Array | np.ndarray | np.int32, ""]:
-    if np.ndim(value):
-        raise ValueError(
-            f"expected one integer for {name}, got the shape {np.shape(value)}; pass a scalar"
-        )
-    return check_int32(value, name, low=low)
 
 
 def _check_attention_only(spec: TableSpec, why: str) -> None:
@@ -190,12 +184,19 @@ def _check_attention_only(spec: TableSpec, why: str) -> None:
 
 @jit_table
 def _context_shift_table(
-    table: CacheTable,
-    seq: Int32[Array, ""],
-    num_keep: Int32[Array, ""],
-    num_discard: Int32[Array, ""],
+    table: CacheTable, *args: Int32[Array, "*n"]
 ) -> tuple[CacheTable, MaintenancePlan, EditCheck]:
     """Return the new table, and a plan that rotates its keys."""
+    args = jnp.broadcast_arrays(*args)
+    edit = jax.lax.scan if args[0].ndim else lambda step, table, args: step(table, args)
+    table, check = edit(_shift_sequence, table, args)
+    return table, _plan_shift_if(jnp.any(check.ok), table), check
+
+
+def _shift_sequence(
+    table: CacheTable, args: Sequence[Int32[Array, ""]]
+) -> tuple[CacheTable, EditCheck]:
+    seq, num_keep, num_discard = args
     next_position = table.seq_pos_max(seq) + 1
     is_valid = (num_keep >= 0) & (num_discard >= 1)
     has_tokens = num_discard <= next_position - num_keep  # False for an unknown sequence
@@ -211,7 +212,7 @@ def _context_shift_table(
         removed,  # refused if evicted tokens would be in the window again
         moved,
     )
-    return *_select_table_and_plan(check.ok, closed, table), check
+    return _select_table(check.ok, closed, table), check
 
 
 @jit_table
@@ -258,8 +259,8 @@ def _self_extend_table(
     grouped, new_done, _, check = jax.lax.while_loop(
         lambda carry: (carry[2] - width >= carry[1]) & carry[3].ok, group_once, more
     )
-    table, plan = _select_table_and_plan(check.ok, grouped, table)
-    return table, plan, jnp.where(check.ok, new_done, done), check
+    table = _select_table(check.ok, grouped, table)
+    return table, _plan_shift_if(check.ok, table), jnp.where(check.ok, new_done, done), check
 
 
 def _has_unshared_cells(
@@ -284,11 +285,11 @@ def _has_unique_positions(
     return rest.can_seq_add(seq, jnp.int32(0), jnp.int32(END), jnp.int32(0))
 
 
-def _select_table_and_plan(
-    ok: Bool[Array, ""], new: CacheTable, old: CacheTable
-) -> tuple[CacheTable, MaintenancePlan]:
-    """Return the new table and its plan if `ok` is True, else the old table and an empty plan."""
-    table = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
-    # If `ok` is False, the plan is made from an empty table, so that shifts of `old` stay pending.
-    plan = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, new.clear()).plan_shift()
-    return table, plan
+def _select_table(ok: Bool[Array, ""], new: CacheTable, old: CacheTable) -> CacheTable:
+    return jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
+
+
+def _plan_shift_if(ok: Bool[Array, ""], table: CacheTable) -> MaintenancePlan:
+    """Return the plan of an update if `ok` is True, else a plan without keys to rotate."""
+    # If `ok` is False, the plan is made from an empty table, so that shifts stay pending.
+    return _select_table(ok, table, table.clear()).plan_shift()

@@ -117,9 +117,7 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
     return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
 
-def accept_edit(
-    cells: C, edited: C, highest_evicted: Int32[Array, " Q"]
-) -> tuple[C, EditCheck]:
+def accept_edit(cells: C, edited: C, highest_evicted: Int32[Array, " Q"]) -> tuple[C, EditCheck]:
     """Return `edited` if every sequence can continue, otherwise `cells`.
 
     A sequence can continue if two conditions are met. Its next token attends to no evicted
