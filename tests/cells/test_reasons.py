@@ -131,6 +131,8 @@ CASES = [
     (shift, six, (0, 1, 0), "ARGUMENT_OUT_OF_RANGE"),
     (shift, six, (0, 4, 3), "TOO_FEW_TOKENS"),
     (shift, shared, (0, 1, 2), "SHARED_CELL"),
+    (shift, shared, (0, 4, 3), "TOO_FEW_TOKENS"),  # the first of two causes
+    (shift, six, (0, 7, 0), "ARGUMENT_OUT_OF_RANGE"),
     (shift, evicted, (0, 2, 7), "CONTEXT_EVICTED"),
     (extend, six, (0, 0), "OK"),
     (extend, six, (0, -2), "ARGUMENT_OUT_OF_RANGE"),
