@@ -87,7 +87,7 @@ def context_shift(
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SelfExtendResult(EditResult):
     """Result of `self_extend`, which can be unpacked as `cache, ok, grouped`.
 

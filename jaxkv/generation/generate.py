@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ from jaxkv.generation.speculative.drafters import Drafter, check_drafter
 from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.generation.state import check_seed, is_key
 from jaxkv.make import make_cache
-from jaxkv.plan import PlanRefusedError
+from jaxkv.plan import PlanRefusedError, Reason
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, Integer, Key, PyTree
@@ -90,7 +92,8 @@ def generate(
       A `DecodeResult` for Z = P * num_samples sequences, as from `decode`: `lists()` returns the
       tokens, and `tokens` is `[Z, max_new_tokens]` int32 with -1 as padding. A stop token is
       included. A sequence ends with `jaxkv.Reason.OUT_OF_CELLS` in `finish_reason` if no cell is
-      free for its last token, which is included too.
+      free for its last token, which is included too. If a `finish_reason` is not OK, `generate`
+      issues one UserWarning.
 
     Raises:
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
@@ -182,7 +185,20 @@ def generate(
             drafter = out.drafter
         parts.append(_report_tokens(out, on_tokens))
         num_remaining -= size
+    _warn_of_early_ends(np.asarray(out.finish_reason))
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
+
+
+def _warn_of_early_ends(codes: Int32[np.ndarray, " Z"]) -> None:
+    early = Counter(Reason(code).name for code in codes if code != Reason.OK)
+    if early:
+        counts = ", ".join(f"{count} {name}" for name, count in early.items())
+        warnings.warn(
+            f"expected sequences that end with a stop token or at max_new_tokens, got {counts} of "
+            f"{codes.size} sequences; for OUT_OF_CELLS pass a cache with more cells, for "
+            "NONFINITE_LOGITS check the params and `forward`",
+            stacklevel=3,
+        )
 
 
 def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:
