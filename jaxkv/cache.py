@@ -232,9 +232,10 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
     """Return the table and the buffers of a cache; raise TypeError for another object."""
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
-    if isinstance(cache, tuple):
+    if isinstance(cache, tuple) or hasattr(cache, "cache"):
+        kind = "a tuple" if isinstance(cache, tuple) else "a result"
         raise TypeError(
-            "expected a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?); pass the "
+            f"expected a cache, got {kind} (was `cache, ok = seq_rm(...)` not unpacked?); pass the "
             "cache in it, `.cache`"
         )
     raise TypeError(

@@ -16,8 +16,16 @@ from jaxkv.batch import Ubatch, ubatch_of_part
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec
-from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus
+from jaxkv.table import (
+    Admission,
+    CacheTable,
+    EditCheck,
+    MaintenancePlan,
+    SequenceStatus,
+    join_checks,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32, PyTree, UInt32
@@ -64,25 +72,27 @@ def _combine_parts_and_buffers(
 
 
 def _commit_if_all_ok(
-    table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
-) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the edited table and True, or the old table and False if the edit is refused."""
-    parts, granted = zip(*answers, strict=True)
+    table: HybridTable, answers: list[tuple[CacheTable, EditCheck]]
+) -> tuple[HybridTable, EditCheck]:
+    """Return the edited table, or the old table if the edit is refused."""
+    parts, checks = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
     present = jnp.ones(table.spec.sequences, bool)
     ends_differ = changed.sequence_status(present).missing & ~table.sequence_status(present).missing
-    ok = _all(granted) & ~jnp.any(ends_differ)
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, table), ok
+    check = join_checks(*checks, (~jnp.any(ends_differ), Reason.PARTS_DIFFER))
+    table = jax.tree.map(lambda new, old: jnp.where(check.ok, new, old), changed, table)
+    return table, check
 
 
 def _combine_copy_answers(
-    table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
-) -> tuple[jax.Array, jax.Array]:
+    table: HybridTable, answers: list[tuple[EditCheck, jax.Array]]
+) -> tuple[EditCheck, jax.Array]:
     """Return whether a copy is possible in all parts, and the last position of each target."""
-    granted, ends = zip(*answers, strict=True)
+    checks, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
-    return _all(granted) & jnp.all(_all([end == ends[0] for end in ends])), ends[0]
+    same = jnp.all(_all([end == ends[0] for end in ends]))
+    return join_checks(*checks, (same, Reason.PARTS_DIFFER)), ends[0]
 
 
 def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMaintenancePlan:

@@ -20,15 +20,23 @@ if TYPE_CHECKING:
 
 
 class Reason(IntEnum):
-    """Reason why a sequence of a batch is refused, or OK; `advice` is the error message."""
+    """Reason why a sequence of a batch or an edit is refused, or OK.
+
+    advice: Message for a sequence of a refused plan, with `{expected}` and `{actual}`.
+    edit_advice: Message for a refused edit.
+    """
 
     advice: str
+    edit_advice: str
 
-    def __new__(cls, value: int, advice: str = "") -> Reason:
-        """Make a member from its number and its advice."""
+    def __new__(cls, value: int, advice: str = "", edit_advice: str = "") -> Reason:
+        """Make a member from its number and its messages."""
         member = int.__new__(cls, value)
         member._value_ = value
-        member.advice = advice
+        member.advice = advice or edit_advice
+        member.edit_advice = edit_advice or (
+            "expected a batch that fits, got another; init_batch(cache, batch).check() has details"
+        )
         return member
 
     OK = 0
@@ -37,6 +45,8 @@ class Reason(IntEnum):
         "expected {expected} free cells, got {actual}; remove a sequence (seq_rm), plan the "
         "sequences that fit (batch.keep_sequences(plan.fits)), make the cache larger (cells=), "
         "or, with a window, plan fewer tokens at once (ubatch_size=)",
+        "expected enough free cells, got fewer; remove a sequence of the stream (seq_rm), or make "
+        "the cache larger (cells=)",
     )
     NOT_CONTIGUOUS = (
         2,
@@ -52,6 +62,8 @@ class Reason(IntEnum):
         4,
         "expected a token at position {expected}, got a second one at {actual}; pass one token "
         "for each position",
+        "expected one token at each position from `grouped` on, got several; pass the field "
+        "`grouped` of the last result",
     )
     DECREASING_POSITION = (
         5,
@@ -76,6 +88,8 @@ class Reason(IntEnum):
         9,
         "expected the cells that the token at {actual} attends to, got evicted ones; remove the "
         "sequence (seq_rm) and compute it again, or make the cache with more cells",
+        "expected the cells that the next token attends to, got evicted ones; remove the whole "
+        "sequence (seq_rm), or make the cache with a larger cells= or max_rollback=",
     )
     MIXED_ROW = (
         10,
@@ -106,10 +120,49 @@ class Reason(IntEnum):
         "expected the last tokens of the state, got others after an edit of the cache; compute "
         "the logits again, and call generation.init_decode",
     )
+    ARGUMENT_OUT_OF_RANGE = (
+        16,
+        "",
+        "expected arguments in their documented ranges, got another; check them before the call",
+    )
+    STATE_NOT_STORED = (
+        17,
+        "",
+        "expected a stored state of exactly the tokens to keep or to copy, got none; edit the "
+        "whole sequence, or make the cache with a larger max_rollback=",
+    )
+    PARTS_DIFFER = (
+        18,
+        "",
+        "expected one last position in all parts of the hybrid cache, got several; edit the whole "
+        "sequence",
+    )
+    POSITION_OUT_OF_RANGE = (
+        19,
+        "",
+        "expected positions from 0 to 2**31 - 2 after the edit, got another; pass a smaller number",
+    )
+    SHARED_CELL = (
+        20,
+        "",
+        "expected one owner of each cell to move, got several; remove the other owners (seq_keep), "
+        "or shift a copy in another stream",
+    )
+    TOO_FEW_TOKENS = (
+        21,
+        "",
+        "expected num_keep + num_discard positions, got fewer; pass a smaller num_discard=",
+    )
+    OVERWRITTEN = (
+        22,
+        "",
+        "expected unchanged cells of the earlier table, got overwritten or rotated ones; keep the "
+        "earlier cache, not only its table",
+    )
 
 
 class PlanRefusedError(RuntimeError):
-    """Error for a refused plan, or if a snapshot or samples do not fit into the free cells.
+    """Error for a refused plan or edit, or if a snapshot or samples do not fit.
 
     No cache changes.
     """

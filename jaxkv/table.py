@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex, TypeVar
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import is_traced, nbytes
 from jaxkv.core.partitioning import Partitioned
+from jaxkv.plan import Reason
 from jaxkv.spec import check_spec
 
 if TYPE_CHECKING:
@@ -53,6 +55,22 @@ class Admission(NamedTuple):
     fits: Bool[Array, " Q"]
     fits_in_one_run: Bool[Array, " Q"]
     num_remaining: Int32[Array, " Q"]
+
+
+class EditCheck(NamedTuple):
+    """Whether an edit is possible, and the `Reason` if it is refused."""
+
+    ok: Bool[Array, "*n"]
+    reason: Int32[Array, "*n"]
+
+
+def join_checks(*checks: tuple[Bool[Array, ""], Int32[Array, ""] | Reason]) -> EditCheck:
+    """Combine checks; the reason is that of the first check whose flag is False, or OK."""
+    # The flag does not depend on the reasons, so XLA removes an unused reason.
+    reason = jnp.int32(Reason.OK)
+    for ok, code in reversed(checks):
+        reason = jnp.where(ok, reason, jnp.int32(code))
+    return EditCheck(reduce(jnp.logical_and, [ok for ok, _ in checks], jnp.array(True)), reason)
 
 
 class KVView(NamedTuple):
@@ -106,8 +124,8 @@ class CacheTable(Partitioned):
 
     An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
     A range has the positions from `start` to `stop` - 1. A negative start means 0, a negative stop
-    means no end, and stop 0 means an empty range. An edit that can be refused returns a table and a
-    flag `ok`. If the edit is refused, it returns the old table and False.
+    means no end, and stop 0 means an empty range. An edit that can be refused returns a table and
+    an `EditCheck`. If the edit is refused, it returns the old table.
     """
 
     @property
@@ -270,8 +288,8 @@ class CacheTable(Partitioned):
     @assignable
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
-    ) -> tuple[Self, Bool[Array, ""]]:
-        """Remove a range of `seq` (-1: all sequences); return the table and the flag `ok`."""
+    ) -> tuple[Self, EditCheck]:
+        """Remove a range of `seq` (-1: all sequences)."""
 
     @abstractmethod
     @assignable
@@ -296,7 +314,7 @@ class CacheTable(Partitioned):
         dst: Int32[Array, "*n"],
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
-    ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
+    ) -> tuple[EditCheck, Int32[Array, " n"]]:
         """Return whether `seq_cp` is possible, and each target's last position after the copy."""
 
     @abstractmethod
@@ -334,8 +352,8 @@ class CacheTable(Partitioned):
         stop: Int32[Array, ""],
         delta: Int32[Array, ""],
         gap: Int32[Array, ""] | None = None,
-    ) -> tuple[Self, Bool[Array, ""]]:
-        """Add `delta` to the positions of a range of a sequence; return the table and `ok`.
+    ) -> tuple[Self, EditCheck]:
+        """Add `delta` to the positions of a range of a sequence.
 
         If `gap` is not None, the caller ensures that the sequence has no token at positions
         `[gap, start)`, not even an evicted token.
@@ -360,8 +378,8 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
-    ) -> tuple[Self, Bool[Array, ""]]:
-        """Divide the positions of a range, rounding down; return the table and `ok`."""
+    ) -> tuple[Self, EditCheck]:
+        """Divide the positions of a range, rounding down."""
 
     @abstractmethod
     @assignable

@@ -13,7 +13,7 @@ from jaxkv import generation
 from models.compiling import compile_all, lower_steps
 from models.model import Model
 from models.room import cells_for, make_with_room
-from models.texts import Text, check_prompts
+from models.texts import Text, check_prompts, finish_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +108,14 @@ class Search:
         self, prompt: Sequence[int], beams: generation.BeamResult, **seconds: float
     ) -> Found:
         model = self._model
-        finish = "length" if beams.reason == jaxkv.Reason.OK else "full"
+        reason = int(beams.reason)
+        finish = "length" if reason == jaxkv.Reason.OK else finish_of(reason)
         rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
         exists = beams.scores != -np.inf
+        if not exists.any():  # no token was allowed
+            return Found(
+                texts=[Text.of(prompt, [], "no token", **rules)], logprobs=[0.0], **seconds
+            )
         return Found(
             texts=[Text.of(prompt, row[row >= 0], finish, **rules) for row in beams.tokens[exists]],
             logprobs=(beams.scores[exists] / np.maximum(beams.lengths[exists], 1)).tolist(),

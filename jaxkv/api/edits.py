@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,18 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.validate import check_bounds, check_count, check_position, check_range
+from jaxkv.core.validate import (
+    check_bounds,
+    check_count,
+    check_equal_lengths,
+    check_int32,
+    check_position,
+    check_range,
+)
 from jaxkv.jit_helpers import jit_method, jit_table
-from jaxkv.spec import TableSpec, are_in_same_streams, check_distinct, mask_unchanged_targets
-from jaxkv.table import CacheTable
+from jaxkv.plan import PlanRefusedError, Reason
+from jaxkv.spec import are_in_same_streams, check_distinct, mask_unchanged_targets
+from jaxkv.table import CacheTable, EditCheck, join_checks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
@@ -22,15 +32,56 @@ if TYPE_CHECKING:
     from jaxkv.core.types import Id, Ids
 
 
-class EditResult(NamedTuple):
-    """Result of an edit.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EditResult:
+    """Result of an edit, which can be unpacked as `cache, ok`.
 
     cache: The next cache. A refused edit does not change the cache.
-    ok: `[]` bool, False if the edit was refused; `[n]` bool if lists were passed to `seq_rm`.
+    ok: `[]` bool, False if the edit was refused; `[n]` bool if lists were passed.
+    reason: A `Reason` with the shape of `ok`, OK if and only if `ok` is True.
     """
 
     cache: Cache
     ok: Bool[Array, "*n"]
+    reason: Int32[Array, "*n"]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.cache, self.ok))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return tuple(self)[index]
+
+    def check(self) -> Cache:
+        """Return the cache, or raise if the edit was refused.
+
+        Raises:
+          PlanRefusedError: If the edit was refused. The message has advice for each refused range.
+          TypeError: If the result is traced; inside of `jit`, use the fields `ok` and `reason`.
+
+        Examples:
+          >>> cache = make_cache(CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)}))
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> result = seq_rm(cache, 0, 1)
+          >>> Reason(result.reason).name
+          'STATE_NOT_STORED'
+          >>> result.check()
+          Traceback (most recent call last):
+          ...
+          jaxkv.plan.PlanRefusedError: STATE_NOT_STORED, expected a stored state of exactly ...
+        """
+        if not is_concrete(self.ok, self.reason):
+            raise TypeError("expected a concrete result to check, got a traced one; use result.ok")
+        codes = np.asarray(self.reason)
+        refused = [(i, Reason(code)) for i, code in enumerate(codes.reshape(-1)) if code]
+        if not refused:
+            return self.cache
+        raise PlanRefusedError(
+            "\n".join(
+                f"range {i}: " * codes.ndim + f"{reason.name}, {reason.edit_advice}"
+                for i, reason in refused
+            )
+        )
 
 
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
@@ -40,11 +91,11 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     encoder source is removed only if the range is from 0 to the end. A refused edit leaves the
     cache unchanged, and `ok` is False. A removal of only some tokens of a sequence can be refused:
 
-    - With a window, `ok` is False if the next token of a sequence would attend to an evicted cell.
-    - With recurrent states, a removal is refused if tokens follow the range, or if no state is
-      stored at the position before the range.
-    - With a hybrid cache, a removal is refused if it is refused in one of the parts, or if the last
-      position of a sequence would differ between the parts.
+    - CONTEXT_EVICTED: with a window, the next token of a sequence would attend to an evicted cell.
+    - STATE_NOT_STORED: with recurrent states, tokens follow the range, or no state is stored at the
+      position before the range.
+    - PARTS_DIFFER: the last position of a sequence would differ between the parts of a hybrid
+      cache.
 
     Args:
       cache: any cache.
@@ -52,12 +103,12 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
         out of range has no effect, and `ok` is True.
       p0: first position to remove; -1 means 0.
       p1: one past the last position to remove. None or -1 means no end; a list cannot contain None.
-        0 means an empty range. If a traced `p0` or `p1` is below -1, the cache is unchanged, and
-        `ok` is False.
+        0 means an empty range. If a traced `p0` or `p1` is below -1, the removal is refused
+        (ARGUMENT_OUT_OF_RANGE).
 
     Returns:
-      The next cache, and `ok`: `[]` bool, or `[n]` bool for lists of length n. Several ranges are
-      removed in order; a refused range does not affect the other ranges.
+      An `EditResult`: the next cache, `ok`, and `reason`, `[]` or `[n]` for lists of length n.
+      Several ranges are removed in order; a refused range does not affect the other ranges.
 
     Raises:
       ValueError: If lists have different lengths, or an argument has two dimensions. A scalar
@@ -82,14 +133,9 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     table, buffers = split(cache)
     ids = table.spec.sequence_ids(-1 if seq is None else seq, lowest=-1)
     cuts = ids, *check_bounds(p0, p1)
-    axes = [np.shape(x) for x in cuts]
-    if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
-        raise ValueError(
-            f"expected seq, p0 and p1 of one shape [n], or [], got {axes}; pass scalars, or "
-            "lists of one length"
-        )
-    table, ok = _remove_ranges(table, *cuts)
-    return EditResult(merge(table, buffers), ok)
+    check_equal_lengths("seq, p0 and p1", *cuts)
+    table, check = _remove(table, *cuts)
+    return edit_result(merge(table, buffers), check)
 
 
 def seq_cp(
@@ -112,19 +158,20 @@ def seq_cp(
     Recurrent states of a target are replaced if `src` has tokens in the range, or if the target is
     in another stream. The encoder source of a target is replaced unless the range is empty.
 
-    The result `ok` `[]` bool is one flag for all targets. In these cases, `ok` is False, and the
-    cache is unchanged:
+    The flag `ok` and the `reason` are `[]`, for all targets together. In these cases, the cache is
+    unchanged:
 
-    - With 1 < S < Q, the stream of a target has too few free cells.
-    - With recurrent states, no state is stored at the last position of `src` in the range.
-    - With a window, the next token of a target would attend to an evicted cell.
-    - The last position of a target would differ between the parts of a hybrid cache.
+    - OUT_OF_CELLS: with 1 < S < Q, the stream of a target has too few free cells.
+    - STATE_NOT_STORED: no recurrent state is stored at the last position of `src` in the range.
+    - CONTEXT_EVICTED: with a window, the next token of a target would attend to an evicted cell.
+    - PARTS_DIFFER: the last position of a target would differ between the parts of a hybrid cache.
+    - ARGUMENT_OUT_OF_RANGE: a traced bound is below -1.
 
     Args:
       cache: any cache.
       src: id of the sequence to copy.
       dst: sequence id of the target, or a list of ids. Traced ids out of range have no effect.
-      p0: first position to copy; -1 means 0. A traced bound below -1 sets `ok` to False.
+      p0: first position to copy; -1 means 0.
       p1: one past the last position to copy; None or -1 means no end.
       donate: If True, a copy to another stream outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
@@ -145,8 +192,8 @@ def seq_cp(
 
       >>> cache = make_cache(spec, cells=3, sequences=4, streams=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
-      >>> seq_cp(cache, 0, 3).ok.item()
-      False
+      >>> Reason(seq_cp(cache, 0, 3).reason).name
+      'OUT_OF_CELLS'
 
     llama.cpp: `llama_memory_seq_cp`.
     """
@@ -159,9 +206,9 @@ def seq_cp(
         )
     args = *ids, *check_range(p0, p1)
     if are_in_same_streams(spec, *ids):
-        changed, ok = _copy(table, None, *args)
-        return EditResult(merge(changed.table, buffers), ok)
-    return EditResult(*(_copy_donated if donate else _copy)(table, buffers, *args))
+        changed, check = _copy(table, None, *args)
+        return edit_result(merge(changed.table, buffers), check)
+    return edit_result(*(_copy_donated if donate else _copy)(table, buffers, *args))
 
 
 def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
@@ -170,7 +217,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     All copies are made from the input cache. Sequence q is in stream q // (Q // S). If 1 < S < Q, a
     copy from another stream needs free cells. Cells of replaced sequences count as free unless a
     parent or an unchanged sequence owns them. If a stream has too few cells, `ok` `[]` bool is
-    False, and the cache is unchanged.
+    False, `reason` is OUT_OF_CELLS, and the cache is unchanged.
 
     Args:
       cache: any cache.
@@ -200,12 +247,12 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     table, buffers = split(cache)
     ids = _check_parents(table, parents, sequences)
     if not np.size(ids[1]):
-        return EditResult(cache, jnp.array(True))
+        return edit_result(cache, join_checks())
     if are_in_same_streams(table.spec, *ids):
-        table, ok = _select_within_streams(table, *ids)
-        return EditResult(merge(table, buffers), ok)
+        table, check = _select_within_streams(table, *ids)
+        return edit_result(merge(table, buffers), check)
     selected = _select_buffers_donated if donate else _select_buffers
-    return EditResult(*selected(table, buffers, *ids))
+    return edit_result(*selected(table, buffers, *ids))
 
 
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
@@ -231,30 +278,32 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
     llama.cpp: `llama_memory_seq_keep`.
     """
     table, buffers = split(cache)
-    table, ok = _keep(table, table.spec.sequence_id(seq))
-    return EditResult(merge(table, buffers), ok)
+    table, check = _keep(table, table.spec.sequence_id(seq))
+    return edit_result(merge(table, buffers), check)
 
 
-def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
-    """Add `delta` to the positions of a range of a sequence.
+def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> EditResult:
+    """Add `delta` to the positions of a range of a sequence, or of several ranges in order.
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
     owners. `seq_add` does not check whether positions stay unique. If `Cache.can_seq_add` returns
     False for the same arguments, two tokens of a sequence may get equal positions.
 
-    In these cases, the flag `ok` `[]` bool is False, and the cache is unchanged:
+    The flag `ok` and the `reason` are `[]`, or `[n]` for lists of length n. A refused range does
+    not affect the other ranges. In these cases, `ok` is False, and the range is unchanged:
 
-    - A position would reach 2**31 - 1.
-    - The next token of a sequence would attend to an evicted cell.
-    - The last position of a sequence would differ between the parts of a hybrid cache.
-    - With recurrent states, the range has tokens and `p0 + delta` is negative.
-    - A traced bound is below -1.
+    - POSITION_OUT_OF_RANGE: a position would reach 2**31 - 1. With recurrent states, the range has
+      tokens and `p0 + delta` is negative.
+    - CONTEXT_EVICTED: the next token of a sequence would attend to an evicted cell.
+    - PARTS_DIFFER: the last position of a sequence would differ between the parts of a hybrid
+      cache.
+    - ARGUMENT_OUT_OF_RANGE: a traced bound is below -1.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
-      seq: id of the sequence to shift. For a traced id out of range, the cache is unchanged and
-        `ok` is True.
+      seq: id of the sequence to shift, or a list of ids. A traced id out of range has no effect,
+        and `ok` is True.
       p0: first position of the range; -1 means 0.
       p1: one past the last position of the range; None or -1 means no end.
       delta: number to add to each position. Tokens with a negative new position are removed.
@@ -262,7 +311,9 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     Raises:
       ValueError: If attention layers were made without the argument `rope`.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
-      ValueError: If an argument is a list, or a concrete `abs(delta)` exceeds 2**31 - 1.
+      ValueError: If a concrete `abs(delta)` exceeds 2**31 - 1.
+      ValueError: If lists have different lengths, or an argument has two dimensions. A scalar
+        applies to all ranges.
 
     Examples:
       Remove two tokens, and close the gap in the positions:
@@ -284,9 +335,10 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     """
     table, buffers = split(cache)
     table.check_can_shift(buffers)
-    args = table.spec.sequence_id(seq), *check_range(p0, p1), check_position(delta, "delta")
-    table, ok = _add(table, *args)
-    return EditResult(merge(table, buffers), ok)
+    args = table.spec.sequence_ids(seq), *check_bounds(p0, p1), check_int32(delta, "delta")
+    check_equal_lengths("seq, p0, p1 and delta", *args)
+    table, check = _add(table, *args)
+    return edit_result(merge(table, buffers), check)
 
 
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
@@ -303,9 +355,10 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     In these cases, the flag `ok` `[]` bool is False, and the cache is unchanged:
 
-    - A traced divisor is below 1, or a traced bound is below -1.
-    - The next token of a sequence would attend to an evicted cell.
-    - The last position of a sequence would differ between the parts of a hybrid cache.
+    - ARGUMENT_OUT_OF_RANGE: a traced divisor is below 1, or a traced bound is below -1.
+    - CONTEXT_EVICTED: the next token of a sequence would attend to an evicted cell.
+    - PARTS_DIFFER: the last position of a sequence would differ between the parts of a hybrid
+      cache.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
@@ -335,8 +388,8 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
         check_count(divisor, "divisor")
     table, buffers = split(cache)
     table.check_can_shift(buffers)
-    table, ok = _divide(table, table.spec.sequence_id(seq), *check_range(p0, p1), divisor)
-    return EditResult(merge(table, buffers), ok)
+    table, check = _divide(table, table.spec.sequence_id(seq), *check_range(p0, p1), divisor)
+    return edit_result(merge(table, buffers), check)
 
 
 def clear(cache: Cache) -> Cache:
@@ -357,41 +410,37 @@ def clear(cache: Cache) -> Cache:
 _clear = jit_method(CacheTable.clear)
 
 
+def edit_result(cache: Cache, check: EditCheck) -> EditResult:
+    """Return the result of an edit, with the next cache."""
+    return EditResult(cache=cache, ok=check.ok, reason=check.reason)
+
+
 def _are_bounds(start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, ""]:
     return (start >= -1) & (stop >= -1)
 
 
-def _edit_range(
-    edit: Callable[..., tuple[CacheTable, Bool[Array, ""]]],
-    spec: TableSpec,
-    seq: Int32[Array, ""],
-    *args: Int32[Array, ""],
-) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Call `edit`; if a bound is below -1, leave the table unchanged and return False."""
-    are_bounds = _are_bounds(*args[:2])
-    edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
-    return edited, ok & are_bounds
+def _jit_range_edit(
+    method: Callable[..., tuple[CacheTable, EditCheck]],
+) -> Callable[..., tuple[CacheTable, EditCheck]]:
+    """Compile a method that edits a range, or several in order; a bound below -1 is refused."""
+
+    def edit_range(table: CacheTable, args: Sequence[jax.Array]) -> tuple[CacheTable, EditCheck]:
+        seq, *others = args
+        are_bounds = _are_bounds(*others[:2])
+        seq = jnp.where(are_bounds, seq, table.spec.sequences)
+        edited, check = getattr(table, method.__name__)(seq, *others)
+        return edited, join_checks((are_bounds, Reason.ARGUMENT_OUT_OF_RANGE), check)
+
+    def edit_ranges(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, EditCheck]:
+        args = jnp.broadcast_arrays(*args)
+        return jax.lax.scan(edit_range, table, args) if args[0].ndim else edit_range(table, args)
+
+    return jit_table(wraps(method, updated=())(edit_ranges))
 
 
-@jit_table
-def _remove_ranges(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array, "*n"]]:
-    def remove(table: CacheTable, cut: list) -> tuple[CacheTable, Bool[Array, ""]]:
-        return _edit_range(table.seq_rm, table.spec, *cut)
-
-    all_cuts = jnp.broadcast_arrays(*cuts)
-    if all_cuts[0].ndim == 0:
-        return remove(table, all_cuts)
-    return jax.lax.scan(remove, table, all_cuts)
-
-
-@jit_table
-def _add(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, Bool[Array, ""]]:
-    return _edit_range(table.seq_add, table.spec, *args)
-
-
-@jit_table
-def _divide(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, Bool[Array, ""]]:
-    return _edit_range(table.seq_div, table.spec, *args)
+_remove, _add, _divide = map(
+    _jit_range_edit, (CacheTable.seq_rm, CacheTable.seq_add, CacheTable.seq_div)
+)
 
 
 def _copy_sequences(
@@ -400,12 +449,12 @@ def _copy_sequences(
     src: Int32[Array, ""],
     dst: Int32[Array, "*n"],
     *bounds: Int32[Array, ""],
-) -> tuple[Cache, Bool[Array, ""]]:
-    ok, _ = table.can_seq_cp(src, dst, *bounds)
-    ok &= _are_bounds(*bounds)
-    dst = jnp.where(ok, dst, table.spec.sequences)
+) -> tuple[Cache, EditCheck]:
+    check, _ = table.can_seq_cp(src, dst, *bounds)
+    check = join_checks((_are_bounds(*bounds), Reason.ARGUMENT_OUT_OF_RANGE), check)
+    dst = jnp.where(check.ok, dst, table.spec.sequences)
     table, buffers = table.seq_cp(buffers, src, dst, *bounds)
-    return Cache(table=table, buffers=buffers), ok
+    return Cache(table=table, buffers=buffers), check
 
 
 _copy = jit_table(_copy_sequences)
@@ -413,25 +462,25 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 
 @jit_table
-def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Array, ""]]:
-    return table.seq_keep(seq), jnp.array(True)
+def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, EditCheck]:
+    return table.seq_keep(seq), join_checks()
 
 
 @jit_table
 def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
-) -> tuple[CacheTable, Bool[Array, ""]]:
+) -> tuple[CacheTable, EditCheck]:
     table, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
-    return table, jnp.array(True)
+    return table, join_checks()
 
 
 def _select_sequences(
     table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
-) -> tuple[Cache, Bool[Array, ""]]:
+) -> tuple[Cache, EditCheck]:
     parents, ids = mask_unchanged_targets(table.spec, parents, ids)
-    ok = table.can_seq_select(parents, ids)
-    ids = jnp.where(ok, ids, table.spec.sequences)
-    return merge(*table.seq_select(buffers, parents, ids)), ok
+    check = join_checks((table.can_seq_select(parents, ids), Reason.OUT_OF_CELLS))
+    ids = jnp.where(check.ok, ids, table.spec.sequences)
+    return merge(*table.seq_select(buffers, parents, ids)), check
 
 
 _select_buffers = jit_table(_select_sequences)

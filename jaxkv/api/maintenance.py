@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.api.apply import apply
-from jaxkv.api.edits import EditResult
+from jaxkv.api.edits import EditResult, edit_result
 from jaxkv.batch import Batch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.validate import check_count
 from jaxkv.jit_helpers import jit_method, jit_table
+from jaxkv.plan import Reason
 from jaxkv.planning.planners import init_batch
 from jaxkv.spec import check_spec
-from jaxkv.table import CacheTable, MaintenancePlan
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool
+from jaxkv.table import CacheTable, EditCheck, MaintenancePlan, join_checks
 
 
 def init_update(cache: Cache) -> MaintenancePlan:
@@ -111,7 +108,7 @@ def compact(
     Returns:
       The next cache, and the flag `ok` `[]` bool, which is True if the batch fits or no batch is
       given, even if `max_moves` leaves gaps. The next cache is rotated and compacted even if the
-      batch does not fit.
+      batch does not fit. Then `reason` is the highest of the reasons in the plan of the batch.
 
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
@@ -131,19 +128,18 @@ def compact(
     if max_moves is not None:
         check_count(max_moves, "max_moves")
 
-    def can_plan_batch(cache: Cache) -> Bool[Array, ""]:
-        return (
-            jnp.array(True)
-            if batch is None
-            else init_batch(cache, batch, ubatch_size=ubatch_size).ok
-        )
+    def check_batch(cache: Cache) -> EditCheck:
+        if batch is None:
+            return join_checks()
+        plan = init_batch(cache, batch, ubatch_size=ubatch_size)
+        return EditCheck(plan.ok, jnp.max(plan.reason))
 
-    ok = can_plan_batch(cache)
+    check = check_batch(cache)
     for tidy in (init_update, partial(defrag_plan, max_moves=max_moves)):
-        if batch is None or not ok:
+        if batch is None or not check.ok:
             cache = apply(cache, tidy(cache), donate=donate)
-            ok = can_plan_batch(cache)
-    return EditResult(cache, ok)
+            check = check_batch(cache)
+    return edit_result(cache, check)
 
 
 _plan_shift = jit_method(CacheTable.plan_shift)
@@ -153,9 +149,9 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Undo steps: return a cache with an earlier table and the buffers of a later cache.
 
-    The flag `ok` is False if a ubatch, a copy between streams or a defrag overwrote a cell of the
-    earlier table. `ok` is also False if an update rotated the key of such a cell. Plans for later
-    tables become stale.
+    The flag `ok` is False (OVERWRITTEN) if a ubatch, a copy between streams or a defrag overwrote a
+    cell of the earlier table. `ok` is also False if an update rotated the key of such a cell. Plans
+    for later tables become stale.
 
     `rewind` compares the cells of both tables by hashes. The hash of a cell depends on all earlier
     steps and edits of its stream. If a cell was removed and written again, the cell counts as
@@ -185,11 +181,12 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     if not isinstance(to, CacheTable):
         raise TypeError(f"expected the table of an earlier cache, got {type(to)}; pass cache.table")
     check_spec(to.spec, table.spec, "a table")
-    restored, ok = _rewind(table, to)
-    return EditResult(merge(restored, buffers), ok)
+    restored, check = _rewind(table, to)
+    return edit_result(merge(restored, buffers), check)
 
 
 @jit_table
-def _rewind(table: CacheTable, earlier: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
+def _rewind(table: CacheTable, earlier: CacheTable) -> tuple[CacheTable, EditCheck]:
     back, ok = table.rewind(earlier)
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, table), ok
+    restored = jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, table)
+    return restored, join_checks((ok, Reason.OVERWRITTEN))

@@ -131,6 +131,16 @@ def check_range(
     return _check_scalar(p0, "p0"), _check_scalar(p1, "p1")
 
 
+def check_equal_lengths(names: str, *values: PyTree[Int32[ArrayLike, "*n"]]) -> None:
+    """Raise ValueError unless each value is a scalar or a list, and all lists have one length."""
+    axes = [np.shape(value) for value in values]
+    if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
+        raise ValueError(
+            f"expected {names} of one shape [n], or [], got {axes}; pass scalars, or "
+            "lists of one length"
+        )
+
+
 def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
     if np.ndim(value):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Views of a cache: text, one-line `repr`, HTML for notebooks, and plots.
 
-The function `show` returns text; functions in `plot` use matplotlib. Caches, plans and batches have
-a one-line `repr`. Caches have the methods `cells`, `to_text` and `to_html`.
+The function `show` returns text; functions in `plot` use matplotlib. Caches, plans, batches and
+results have a one-line `repr`. Caches have the methods `cells`, `to_text` and `to_html`.
 
 Examples:
   >>> make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8, sequences=3)
@@ -10,12 +10,13 @@ Examples:
 
 from collections.abc import Callable
 
+from jaxkv.api.edits import EditResult
 from jaxkv.batch import Batch, Ubatch
 from jaxkv.cache import Cache
 from jaxkv.draw import plot
 from jaxkv.draw.cell_view import view_cells
 from jaxkv.draw.html import html_of
-from jaxkv.draw.repr import cache_repr, fields_repr, plan_repr, ubatch_repr
+from jaxkv.draw.repr import cache_repr, fields_repr, plan_repr, result_repr, ubatch_repr
 from jaxkv.draw.text import show
 from jaxkv.hybrid import HybridMaintenancePlan, HybridTable
 from jaxkv.kv.buffers import Buffers
@@ -38,6 +39,7 @@ def _attach_repr(line: Callable[..., str], *kinds: type) -> None:
 _attach_repr(cache_repr, Cache)
 _attach_repr(plan_repr, Plan)
 _attach_repr(ubatch_repr, Ubatch)
+_attach_repr(result_repr, EditResult)
 _attach_repr(
     fields_repr,
     Batch,

@@ -1,7 +1,8 @@
-"""One-line `repr` of caches, plans and batches; a `repr` never raises."""
+"""One-line `repr` of caches, plans, batches and results; a `repr` never raises."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
@@ -97,6 +98,29 @@ def fields_repr(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
+@with_fallback_repr
+def result_repr(result: Any) -> str:
+    """Return the fields of a result, and its reasons by name."""
+    names = getattr(result, "_fields", None) or [field.name for field in fields(result)]
+    shown = {name: _format_field(getattr(result, name)) for name in names}
+    for name in ("reason", "finish_reason"):
+        if hasattr(result, name):
+            shown[name] = _format_reasons(getattr(result, name))
+    pairs = [f"{name}={text}" for name, text in shown.items() if text != "None"]
+    return f"{type(result).__name__}({', '.join(pairs)})"
+
+
+def _format_reasons(codes: Any) -> str:
+    """Return the names of `Reason`s; for many sequences, the number of sequences by name."""
+    array = _to_numpy_or_none(codes)
+    if array is None:
+        return _format_field(codes)
+    names = [Reason(code).name for code in array.reshape(-1)]
+    if array.size > FEW:
+        names = [f"{count} {name}" for name, count in Counter(names).most_common()]
+    return f"[{', '.join(names)}]" if array.ndim else names[0]
+
+
 def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
     """Return kind and sizes of a cache; leading axes of `vmap` are shown as `batch`."""
     size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
@@ -176,6 +200,8 @@ def _num_used_cells(table: CacheTable) -> int | None:
 
 
 def _format_field(value: Any) -> str:
+    if isinstance(value, Cache):
+        return cache_repr(value)
     if isinstance(value, TableSpec):
         return value.kind
     if hasattr(value, "shape") and hasattr(value, "dtype"):

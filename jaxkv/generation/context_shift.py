@@ -5,31 +5,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.api.apply import apply
-from jaxkv.api.edits import EditResult
+from jaxkv.api.edits import EditResult, edit_result
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_not_donated
-from jaxkv.core.validate import check_count, check_int32
+from jaxkv.core.validate import check_count, check_equal_lengths, check_int32, check_position
 from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec
-from jaxkv.table import MaintenancePlan
+from jaxkv.table import EditCheck, MaintenancePlan, join_checks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
 
-    from jaxkv.core.types import Id
+    from jaxkv.core.types import Id, Ids
     from jaxkv.table import CacheTable
 
 
 def context_shift(
-    cache: Cache, seq: Id, *, num_keep: Id, num_discard: Id, donate: bool = False
+    cache: Cache, seq: Ids, *, num_keep: Ids, num_discard: Ids, donate: bool = False
 ) -> EditResult:
     """Remove tokens of a sequence, and move later tokens to lower positions.
 
@@ -38,23 +40,26 @@ def context_shift(
 
     Args:
       cache: A cache without recurrent states.
-      seq: Id of the sequence.
+      seq: Id of the sequence, or a list of ids. A list takes one program and one rotation.
       num_keep: Number of tokens to keep at the beginning of the sequence.
       num_discard: Number of positions to remove after the kept tokens.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
 
     Returns:
-      The cache and `ok` `[]` bool. In these cases, `ok` is False, and the cache is unchanged:
+      The cache, `ok` and `reason`, `[]` or `[n]` for lists of length n. A refused shift does not
+      affect the other sequences. In these cases, `ok` is False, and the sequence is unchanged:
 
-      - The last position of the sequence is below `num_keep + num_discard - 1`.
-      - Another sequence shares the cell of a token that would move.
-      - The next token would attend to an evicted cell.
-      - A traced `seq`, `num_keep` or `num_discard` is out of range.
+      - ARGUMENT_OUT_OF_RANGE: a traced `seq`, `num_keep` or `num_discard` is out of range.
+      - TOO_FEW_TOKENS: the last position of the sequence is below `num_keep + num_discard - 1`.
+      - SHARED_CELL: another sequence shares the cell of a token that would move.
+      - CONTEXT_EVICTED: the next token would attend to an evicted cell.
 
     Raises:
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
-      ValueError: If an argument is not one number, or a concrete `seq` is not in the cache.
+      ValueError: If a concrete `seq` is not in the cache.
       ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` is below 1.
+      ValueError: If lists have different lengths, or an argument has two dimensions. A scalar
+        applies to all sequences.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
@@ -71,20 +76,28 @@ def context_shift(
     _check_attention_only(table.spec, "a state cannot forget what it has seen")
     table.check_can_shift(buffers)
     check_not_donated(cache)
-    bounds = (
-        _check_token_count(num_keep, "num_keep", low=0),
-        _check_token_count(num_discard, "num_discard", low=1),
+    args = (
+        table.spec.sequence_ids(seq),
+        check_int32(num_keep, "num_keep", low=0),
+        check_int32(num_discard, "num_discard", low=1),
     )
-    table, plan, ok = _context_shift_table(table, table.spec.sequence_id(seq), *bounds)
-    return EditResult(apply(merge(table, buffers), plan, donate=donate), ok)
+    check_equal_lengths("seq, num_keep and num_discard", *args)
+    table, plan, check = _context_shift_table(table, *args)
+    return edit_result(apply(merge(table, buffers), plan, donate=donate), check)
 
 
-class SelfExtendResult(NamedTuple):
-    """Result of `self_extend`. The field `grouped` is an argument of the next call."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SelfExtendResult(EditResult):
+    """Result of `self_extend`, which can be unpacked as `cache, ok, grouped`.
 
-    cache: Cache
-    ok: Bool[Array, ""]
+    grouped: Argument of the next call.
+    """
+
     grouped: Int32[Array, ""]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.cache, self.ok, self.grouped))
 
 
 def self_extend(
@@ -112,17 +125,19 @@ def self_extend(
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `apply`.
 
     Returns:
-      The cache, `ok` `[]` bool and `grouped` `[]` int32. If fewer than `width` tokens are
-      ungrouped, nothing changes and `ok` is True. If `ok` is False, the cache is unchanged, and one
-      of these conditions is true:
+      The cache, `ok` `[]` bool, `grouped` `[]` int32 and `reason`. If fewer than `width` tokens are
+      ungrouped, nothing changes and `ok` is True. In these cases, `ok` is False, and the cache is
+      unchanged:
 
-      - Another sequence shares the cell of a token that would move.
-      - Two tokens share a position that is not below the argument `grouped`. This happens if the
-        argument is below the field `grouped` of the last result, or after an edit.
-      - The argument `grouped` is below 0 or exceeds the next position of the sequence.
-      - The argument `grouped` is not a multiple of `width // group`.
-      - The next position of the sequence, multiplied by `group`, exceeds 2**31 - 1.
-      - The next token would attend to an evicted cell.
+      - ARGUMENT_OUT_OF_RANGE: the argument `grouped` is below 0, exceeds the next position of the
+        sequence, or is not a multiple of `width // group`.
+      - POSITION_OUT_OF_RANGE: the next position of the sequence, multiplied by `group`, exceeds
+        2**31 - 1.
+      - DUPLICATE_POSITION: two tokens share a position that is not below the argument `grouped`.
+        This happens if the argument is below the field `grouped` of the last result, or after an
+        edit.
+      - SHARED_CELL: another sequence shares the cell of a token that would move.
+      - CONTEXT_EVICTED: the next token would attend to an evicted cell.
 
     Raises:
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
@@ -153,19 +168,11 @@ def self_extend(
         )
     table.check_can_shift(buffers)
     check_not_donated(cache)
-    args = _check_token_count(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
-    table, plan, next_grouped, ok = _self_extend_table(table, table.spec.sequence_id(seq), *args)
-    return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, next_grouped)
-
-
-def _check_token_count(
-    value: Id, name: str, low: int = -END
-) -> Int32[Array | np.ndarray | np.int32, ""]:
-    if np.ndim(value):
-        raise ValueError(
-            f"expected one integer for {name}, got the shape {np.shape(value)}; pass a scalar"
-        )
-    return check_int32(value, name, low=low)
+    args = check_position(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
+    ids = table.spec.sequence_id(seq)
+    table, plan, next_grouped, check = _self_extend_table(table, ids, *args)
+    cache = apply(merge(table, buffers), plan, donate=donate)
+    return SelfExtendResult(cache=cache, ok=check.ok, reason=check.reason, grouped=next_grouped)
 
 
 def _check_attention_only(spec: TableSpec, why: str) -> None:
@@ -177,20 +184,35 @@ def _check_attention_only(spec: TableSpec, why: str) -> None:
 
 @jit_table
 def _context_shift_table(
-    table: CacheTable,
-    seq: Int32[Array, ""],
-    num_keep: Int32[Array, ""],
-    num_discard: Int32[Array, ""],
-) -> tuple[CacheTable, MaintenancePlan, Bool[Array, ""]]:
-    """Return the new table, a plan that rotates its keys, and the flag `ok`."""
+    table: CacheTable, *args: Int32[Array, "*n"]
+) -> tuple[CacheTable, MaintenancePlan, EditCheck]:
+    """Return the new table, and a plan that rotates its keys."""
+    args = jnp.broadcast_arrays(*args)
+    edit = jax.lax.scan if args[0].ndim else lambda step, table, args: step(table, args)
+    table, check = edit(_shift_sequence, table, args)
+    return table, _plan_shift_if(jnp.any(check.ok), table), check
+
+
+def _shift_sequence(
+    table: CacheTable, args: Sequence[Int32[Array, ""]]
+) -> tuple[CacheTable, EditCheck]:
+    seq, num_keep, num_discard = args
     next_position = table.seq_pos_max(seq) + 1
-    ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= next_position - num_keep)
-    moves = jnp.where(ok, num_keep + num_discard, 0)
-    ok &= _has_unshared_cells(table, seq, moves)
+    is_valid = (num_keep >= 0) & (num_discard >= 1)
+    has_tokens = num_discard <= next_position - num_keep  # False for an unknown sequence
+    is_known = (seq >= 0) & (seq < table.spec.sequences)
+    moves = jnp.where(is_valid & has_tokens, num_keep + num_discard, 0)
+    is_unshared = _has_unshared_cells(table, seq, moves)
     cut, removed = table.seq_rm(seq, num_keep, moves)
     closed, moved = cut.seq_add(seq, moves, jnp.int32(END), -num_discard, num_keep)
-    ok &= removed & moved  # False if evicted tokens would be in the window again
-    return *_select_table_and_plan(ok, closed, table), ok
+    check = join_checks(
+        (is_valid, Reason.ARGUMENT_OUT_OF_RANGE),
+        (has_tokens, jnp.where(is_known, Reason.TOO_FEW_TOKENS, Reason.ARGUMENT_OUT_OF_RANGE)),
+        (is_unshared, Reason.SHARED_CELL),
+        removed,  # refused if evicted tokens would be in the window again
+        moved,
+    )
+    return _select_table(check.ok, closed, table), check
 
 
 @jit_table
@@ -200,37 +222,45 @@ def _self_extend_table(
     done: Int32[Array, ""],
     group: Int32[Array, ""],
     width: Int32[Array, ""],
-) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], Bool[Array, ""]]:
-    """Return the new table, a plan that rotates its keys, `grouped` and `ok`."""
+) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], EditCheck]:
+    """Return the new table, a plan that rotates its keys, and `grouped`."""
     next_position = table.seq_pos_max(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
 
-    def group_once(carry: tuple[CacheTable, jax.Array, jax.Array, jax.Array]) -> tuple:
-        table, done, next_position, ok = carry
+    def group_once(carry: tuple[CacheTable, jax.Array, jax.Array, EditCheck]) -> tuple:
+        table, done, next_position, check = carry
         # Tokens are moved back to their original positions first, so that groups start at multiples
         # of `group`.
-        lift = done * (group - 1)
-        first, last = done + lift, done + lift + width
-        lifted, lift_ok = table.seq_add(seq, done, end, lift)
-        divided, divide_ok = lifted.seq_div(seq, first, last, group)
-        closed, close_ok = divided.seq_add(seq, last, end, short - width - lift, first + short)
+        delta = done * (group - 1)
+        first, last = done + delta, done + delta + width
+        lifted, lift = table.seq_add(seq, done, end, delta)
+        divided, divide = lifted.seq_div(seq, first, last, group)
+        closed, close = divided.seq_add(seq, last, end, short - width - delta, first + short)
         return (
             closed,
             done + short,
             next_position + short - width,
-            ok & lift_ok & divide_ok & close_ok,
+            join_checks(check, lift, divide, close),
         )
 
     is_valid = (done >= 0) & (done <= next_position) & (jax.lax.rem(done, short) == 0)
-    ok = is_valid & (next_position <= jax.lax.div(end, group))
-    ok &= _has_unique_positions(table, seq, done)  # else tokens would be grouped a second time
-    ok &= (next_position - width < done) | _has_unshared_cells(table, seq, done)
-    more = (table, jnp.where(ok, done, next_position), next_position, ok)
-    grouped, new_done, _, ok = jax.lax.while_loop(
-        lambda carry: (carry[2] - width >= carry[1]) & carry[3], group_once, more
+    check = join_checks(
+        (is_valid, Reason.ARGUMENT_OUT_OF_RANGE),
+        (next_position <= jax.lax.div(end, group), Reason.POSITION_OUT_OF_RANGE),
+        # Else tokens would be grouped a second time.
+        (_has_unique_positions(table, seq, done), Reason.DUPLICATE_POSITION),
+        (
+            (next_position - width < done) | _has_unshared_cells(table, seq, done),
+            Reason.SHARED_CELL,
+        ),
     )
-    return *_select_table_and_plan(ok, grouped, table), jnp.where(ok, new_done, done), ok
+    more = (table, jnp.where(check.ok, done, next_position), next_position, check)
+    grouped, new_done, _, check = jax.lax.while_loop(
+        lambda carry: (carry[2] - width >= carry[1]) & carry[3].ok, group_once, more
+    )
+    table = _select_table(check.ok, grouped, table)
+    return table, _plan_shift_if(check.ok, table), jnp.where(check.ok, new_done, done), check
 
 
 def _has_unshared_cells(
@@ -255,11 +285,11 @@ def _has_unique_positions(
     return rest.can_seq_add(seq, jnp.int32(0), jnp.int32(END), jnp.int32(0))
 
 
-def _select_table_and_plan(
-    ok: Bool[Array, ""], new: CacheTable, old: CacheTable
-) -> tuple[CacheTable, MaintenancePlan]:
-    """Return the new table and its plan if `ok` is True, else the old table and an empty plan."""
-    table = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
-    # If `ok` is False, the plan is made from an empty table, so that shifts of `old` stay pending.
-    plan = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, new.clear()).plan_shift()
-    return table, plan
+def _select_table(ok: Bool[Array, ""], new: CacheTable, old: CacheTable) -> CacheTable:
+    return jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
+
+
+def _plan_shift_if(ok: Bool[Array, ""], table: CacheTable) -> MaintenancePlan:
+    """Return the plan of an update if `ok` is True, else a plan without keys to rotate."""
+    # If `ok` is False, the plan is made from an empty table, so that shifts stay pending.
+    return _select_table(ok, table, table.clear()).plan_shift()

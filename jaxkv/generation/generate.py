@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,20 +19,21 @@ from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import is_traced, take_rows
 from jaxkv.core.validate import check_count
 from jaxkv.generation.decode import decode
-from jaxkv.generation.model_step import Forward
+from jaxkv.generation.model_step import Forward, compiled_step
 from jaxkv.generation.padding import check_token_lists
-from jaxkv.generation.prefill import prefill
+from jaxkv.generation.prefill import run_plan
 from jaxkv.generation.results import DecodeResult
-from jaxkv.generation.sample_step import init_decode
+from jaxkv.generation.sample_step import check_stop_tokens, init_decode
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.speculative.drafters import Drafter, check_drafter
 from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.generation.state import check_seed, is_key
 from jaxkv.make import make_cache
-from jaxkv.plan import PlanRefusedError
+from jaxkv.plan import PlanRefusedError, Reason
+from jaxkv.planning.planners import init_batch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, Integer, Key, PyTree
+    from jaxtyping import Array, ArrayLike, Int32, Integer, Key, PyTree
 
     from jaxkv.generation.types import Prompts, Seeds, StopTokens
 
@@ -68,7 +71,7 @@ def generate(
       forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       prompts: P lists of tokens, each with at least one token, or an array `[P, n]` with -1 as
-        padding. Tokens are not compared with the vocabulary.
+        padding.
       spec: Spec of a new cache. The cache gets a stream for each sequence. Each stream has at least
         enough cells for the longest prompt and `max_new_tokens` new tokens.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
@@ -90,13 +93,15 @@ def generate(
       A `DecodeResult` for Z = P * num_samples sequences, as from `decode`: `lists()` returns the
       tokens, and `tokens` is `[Z, max_new_tokens]` int32 with -1 as padding. A stop token is
       included. A sequence ends with `jaxkv.Reason.OUT_OF_CELLS` in `finish_reason` if no cell is
-      free for its last token, which is included too.
+      free for its last token, which is included too. If a `finish_reason` is not OK, `generate`
+      issues one UserWarning.
 
     Raises:
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
       ValueError: If both or neither of the arguments `spec` and `cache` are passed.
       ValueError: If there is no prompt or an empty prompt, or a list contains a negative token.
       ValueError: If `prompts` is one list of tokens; pass `[tokens]`.
+      ValueError: If a token of a prompt or a stop token is not below the width V of the logits.
       ValueError: If a count is below 1, a seed is out of range, or the number of seeds is wrong.
       ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
       ValueError: If `cache` has too few sequences.
@@ -148,9 +153,14 @@ def generate(
         )
     first = range(0, count, num_samples)
     batch = make_batch(lists, sequences=[*first])
-    result = prefill(forward, params, cache, batch, donate=is_own_cache)
-    cache, logits = result.cache, result.logits
-    assert logits is not None
+    plan = init_batch(cache, batch).check()
+    # `run_plan` reuses the trace.
+    args = params, cache.table, cache.buffers, plan.ubatches[0]
+    *_, logits = compiled_step(forward).eval_shape(*args)
+    _check_vocabulary(logits.shape[1], np.concatenate(lists), "prompts")
+    _check_vocabulary(logits.shape[1], check_stop_tokens(stop_tokens, count), "stop_tokens")
+    cache, by_ubatch = run_plan(forward, params, cache, plan, donate=is_own_cache)
+    logits = plan.gather_outputs(by_ubatch)
     if num_samples > 1:
         parents = np.repeat(first, num_samples)
         cache, ok = seq_select(cache, parents, np.arange(count), donate=True)
@@ -182,7 +192,30 @@ def generate(
             drafter = out.drafter
         parts.append(_report_tokens(out, on_tokens))
         num_remaining -= size
+    _warn_of_early_ends(np.asarray(out.finish_reason))
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
+
+
+def _check_vocabulary(size: int, tokens: Int32[ArrayLike, "*n"], name: str) -> None:
+    """Raise ValueError for a token that the model cannot predict."""
+    largest = np.max(np.asarray(tokens), initial=-1)
+    if largest >= size:
+        raise ValueError(
+            f"expected {name} below {size}, the size of the vocabulary, got {largest}; encode "
+            "texts by the tokenizer of this model"
+        )
+
+
+def _warn_of_early_ends(codes: Int32[np.ndarray, " Z"]) -> None:
+    early = Counter(Reason(code).name for code in codes if code != Reason.OK)
+    if early:
+        counts = ", ".join(f"{count} {name}" for name, count in early.items())
+        warnings.warn(
+            f"expected sequences that end with a stop token or at max_new_tokens, got {counts} of "
+            f"{codes.size} sequences; for OUT_OF_CELLS pass a cache with more cells, for "
+            "NONFINITE_LOGITS check the params and `forward`",
+            stacklevel=3,
+        )
 
 
 def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:

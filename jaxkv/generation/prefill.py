@@ -19,7 +19,7 @@ from jaxkv.plan import Plan
 from jaxkv.planning.planners import check_ubatch_size, init_batch
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    from jaxtyping import Array, Float, PyTree
 
     from jaxkv.core.types import Tokens
 
@@ -96,18 +96,25 @@ def prefill(
         plan.check()
     logits = []
     if is_known and not is_traced(params, cache, batch):
-        step = compiled_step(forward)
-        table, buffers = own_or_copied_buffers(cache, donate)
-        for ubatch in plan.ubatches:
-            table, buffers, out = step(params, table, buffers, ubatch)
-            logits.append(out)
-        cache = merge(table, buffers)
+        cache, logits = run_plan(forward, params, cache, plan, donate=donate)
     else:
         for ubatch in plan.ubatches:
             cache, out = model_step(forward, params, cache, ubatch)
             logits.append(out)
     sequences = plan.gather_outputs([_sequences_of_outputs(ubatch) for ubatch in plan.ubatches])
     return PrefillResult(cache, plan.gather_outputs(logits), sequences, plan.ok, plan.reason)
+
+
+def run_plan(
+    forward: Forward, params: PyTree, cache: Cache, plan: Plan, *, donate: bool
+) -> tuple[Cache, list[Float[Array, "O V"]]]:
+    """Run a compiled step for each ubatch of a plan; return the cache, and logits by ubatch."""
+    step, logits = compiled_step(forward), []
+    table, buffers = own_or_copied_buffers(cache, donate)
+    for ubatch in plan.ubatches:
+        table, buffers, out = step(params, table, buffers, ubatch)
+        logits.append(out)
+    return merge(table, buffers), logits
 
 
 def _sequences_of_outputs(ubatch: Ubatch) -> Any:

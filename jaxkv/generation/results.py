@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxkv.cache import Cache
+from jaxkv.draw.repr import result_repr
 from jaxkv.generation.state import DecodeState
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class PrefillResult(NamedTuple):
     sequences: Int32[Array | np.ndarray, " n"] | None
     ok: Bool[Array, ""]
     reason: Int32[Array, " Q"]
+
+    __repr__ = result_repr
 
 
 class DecodeResult(NamedTuple):
@@ -49,6 +52,8 @@ class DecodeResult(NamedTuple):
     num_accepted: Int32[Array, " Z"] | None = None
     drafter: Drafter | None = None
 
+    __repr__ = result_repr
+
     @property
     def finish_reason(self) -> Int32[Array, " Z"]:
         """A `Reason` for each sequence."""
@@ -72,3 +77,5 @@ class BeamResult(NamedTuple):
     lengths: Int32[Array, " k"]
     num_cached: Int32[Array, " k"]
     reason: Int32[Array, ""]
+
+    __repr__ = result_repr

@@ -15,8 +15,9 @@ from jaxkv.core.array_utils import out_of_range_slots, resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.table import CellTable
+from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec, mask_unchanged_targets
-from jaxkv.table import KVView
+from jaxkv.table import EditCheck, KVView, join_checks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
@@ -74,7 +75,7 @@ class CrossAttentionTable(CellTable):
 
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
-    ) -> tuple[CellTable, Bool[Array, ""]]:
+    ) -> tuple[CellTable, EditCheck]:
         """Remove the source of a sequence if `start` <= 0 and `stop` < 0; otherwise do nothing."""
         return super().seq_rm(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
 
@@ -95,10 +96,11 @@ class CrossAttentionTable(CellTable):
         dst: Int32[Array, "*n"],
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
-    ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
+    ) -> tuple[EditCheck, Int32[Array, " m"]]:
         """Return whether a copy is possible, and -1 as the last position of each target."""
         ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
-        return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
+        ends = jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
+        return join_checks((ok, Reason.OUT_OF_CELLS)), ends
 
     def _parents_of_copy(
         self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
@@ -117,10 +119,10 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
         delta: Int32[Array, ""],
         gap: Int32[Array, ""] | None = None,
-    ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
+    ) -> tuple[CrossAttentionTable, EditCheck]:
         """Return the table unchanged, since a source keeps its positions."""
         del seq, start, stop, delta, gap
-        return self, jnp.array(True)
+        return self, join_checks()
 
     def can_seq_add(
         self,
@@ -139,10 +141,10 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
-    ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
+    ) -> tuple[CrossAttentionTable, EditCheck]:
         """Return the table unchanged, since a source keeps its positions."""
         del seq, start, stop, divisor
-        return self, jnp.array(True)
+        return self, join_checks()
 
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
         """Return True, since decoder tokens at all positions attend to the whole source."""

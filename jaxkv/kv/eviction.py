@@ -25,6 +25,8 @@ from jaxkv.kv.cells import (
     to_word_mask,
     with_owners,
 )
+from jaxkv.plan import Reason
+from jaxkv.table import EditCheck, join_checks
 from jaxkv.window import first_seen
 
 if TYPE_CHECKING:
@@ -115,17 +117,15 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
     return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
 
-def accept_edit(
-    cells: C, edited: C, highest_evicted: Int32[Array, " Q"]
-) -> tuple[C, Bool[Array, ""]]:
-    """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
+def accept_edit(cells: C, edited: C, highest_evicted: Int32[Array, " Q"]) -> tuple[C, EditCheck]:
+    """Return `edited` if every sequence can continue, otherwise `cells`.
 
     A sequence can continue if two conditions are met. Its next token attends to no evicted
     position. Its last token is in a cell, or is its highest evicted token. The token that was at
     position `evicted_below - 1` before the edit is at `highest_evicted` after the edit.
     """
     if cells.window is None:
-        return edited, jnp.array(True)
+        return edited, join_checks()
     everyone = jnp.ones(cells.sequences, bool)
     before, after = last_positions(cells, everyone), last_positions(edited, everyone)
     mark, moved = cells.evicted_below, edited.evicted_below
@@ -134,7 +134,8 @@ def accept_edit(
         same
         | _can_continue(cells, moved, after, (before < mark - 1) & (highest_evicted == moved - 1))
     )
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), edited, cells), ok
+    accepted = jax.tree.map(lambda new, old: jnp.where(ok, new, old), edited, cells)
+    return accepted, join_checks((ok, Reason.CONTEXT_EVICTED))
 
 
 def can_resume_after_copy(

@@ -42,9 +42,10 @@ from jaxkv.ops.head_rows import join_heads, split_stored_rows
 from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import rotate_keys
+from jaxkv.plan import Reason
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.spec import TableSpec
-from jaxkv.table import MaintenancePlan
+from jaxkv.table import EditCheck, MaintenancePlan, join_checks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
@@ -86,11 +87,11 @@ def seq_add(
     stop: Int32[Array, ""],
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
-) -> tuple[C, Bool[Array, ""]]:
+) -> tuple[C, EditCheck]:
     """Add `delta` to positions of a sequence's cells in a range, for all owners of the cells.
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
-    not continue (see `eviction.accept_edit`), the function returns the unchanged table and False.
+    not continue (see `eviction.accept_edit`), the edit is refused.
     If `gap` is given, the caller must ensure that the sequence has no tokens, present or evicted,
     at positions in `[gap, start)`.
     """
@@ -106,7 +107,8 @@ def seq_add(
         _move_positions(replace(cells, evicted_below=marks), moves, cells.position + delta),
         highest_evicted,
     )
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, cells), ok & goes_on
+    moved = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, cells)
+    return moved, join_checks((ok, Reason.POSITION_OUT_OF_RANGE), goes_on)
 
 
 def can_seq_add(
@@ -135,7 +137,7 @@ def seq_div(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
-) -> tuple[C, Bool[Array, ""]]:
+) -> tuple[C, EditCheck]:
     """Divide positions of a sequence's cells in a range, rounding down, for all owners."""
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
@@ -152,7 +154,7 @@ def seq_div(
         _move_positions(replace(cells, evicted_below=marks), moves, position),
         highest_evicted,
     )
-    return moved, ok & goes_on
+    return moved, join_checks((ok, Reason.ARGUMENT_OUT_OF_RANGE), goes_on)
 
 
 def sequence_cells_in_range(

@@ -16,9 +16,18 @@ from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, layer, sharded,
 from jaxkv.kv.buffers import Buffers, shardable_sizes
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.sharded import map_streams, map_streams_gather
+from jaxkv.plan import Reason
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
-from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus, check_sizes
+from jaxkv.table import (
+    Admission,
+    CacheTable,
+    EditCheck,
+    MaintenancePlan,
+    SequenceStatus,
+    check_sizes,
+    join_checks,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, UInt32
@@ -131,7 +140,7 @@ class CellTable(Cells, CacheTable):
 
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
-    ) -> tuple[CellTable, Bool[Array, ""]]:
+    ) -> tuple[CellTable, EditCheck]:
         """Remove a range of a sequence, if every sequence can continue afterwards."""
         return eviction.accept_edit(
             self, cells.seq_rm(self, seq, start, stop), self.evicted_below - 1
@@ -160,12 +169,14 @@ class CellTable(Cells, CacheTable):
         dst: Int32[Array, "*n"],
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
-    ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
+    ) -> tuple[EditCheck, Int32[Array, " n"]]:
         """Return whether a copy is possible, and the last positions of targets after the copy."""
         ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
+        checks = [(ok, Reason.CONTEXT_EVICTED)]
         if self.spec.has_shared_streams:
-            ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok
-        return ok, ends
+            need = copy_pooled.plan_copy(self, src, dst, start, stop).need
+            checks.append((need.ok, Reason.OUT_OF_CELLS))
+        return join_checks(*checks), ends
 
     def seq_select(
         self, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]

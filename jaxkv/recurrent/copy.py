@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
+from jaxkv.plan import Reason
 from jaxkv.recurrent.buffers import copy_cells
 from jaxkv.recurrent.states import (
     States,
@@ -21,9 +22,10 @@ from jaxkv.recurrent.states import (
     seq_pos_max,
     stream_of,
 )
+from jaxkv.table import EditCheck, join_checks
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
+    from jaxtyping import Array, Int32
 
     from jaxkv.recurrent.buffers import Buffers
 
@@ -55,13 +57,14 @@ def can_seq_cp(
     dst: Int32[Array, "*n"],
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
-) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
+) -> tuple[EditCheck, Int32[Array, " m"]]:
     """Return whether `seq_cp` is possible, and the last position of each target after the copy."""
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
     stands = (end == EMPTY) | jnp.any(states.position[src] == end)
     own_end = jax.vmap(lambda seq: seq_pos_max(states, seq))(dst)
-    return stands | ~jnp.any(gets), jnp.where(gets, end, own_end)
+    check = join_checks((stands | ~jnp.any(gets), Reason.STATE_NOT_STORED))
+    return check, jnp.where(gets, end, own_end)
 
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:

@@ -17,7 +17,8 @@ from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, sum_hashes
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.table import SequenceStatus
+from jaxkv.plan import Reason
+from jaxkv.table import EditCheck, SequenceStatus, join_checks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, UInt32
@@ -181,13 +182,13 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
-) -> tuple[T, Bool[Array, ""]]:
-    """Remove a range of a sequence, or of all sequences if `seq` is -1; also return `ok`.
+) -> tuple[T, EditCheck]:
+    """Remove a range of a sequence, or of all sequences if `seq` is -1.
 
-    If `ok` is False because of one sequence, the states of all sequences are unchanged.
+    If the removal is refused because of one sequence, the states of all sequences are unchanged.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
-    return drop_pairs(states, stays | ~ok), ok
+    return drop_pairs(states, stays | ~ok), join_checks((ok, Reason.STATE_NOT_STORED))
 
 
 def _find_remaining_states(
@@ -223,17 +224,18 @@ def seq_add(
     stop: Int32[Array, ""],
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
-) -> tuple[T, Bool[Array, ""]]:
+) -> tuple[T, EditCheck]:
     """Add `delta` to the positions of a range of a sequence.
 
     If sequences share the cell of a state, the position of the state changes for all of them. If a
-    position would reach END or become negative, the table is unchanged and `ok` is False. An
-    earlier state is dropped if a later state ends up at the same or a lower position.
+    position would reach END or become negative, the edit is refused. An earlier state is dropped if
+    a later state ends up at the same or a lower position.
     """
     del gap  # used with windows only
     ok = can_seq_add(states, seq, start, stop, delta)
     moves = _find_moving_states(states, seq, start, stop) & ok
-    return _move_pairs(states, states.position + delta, moves, jnp.array(False)), ok
+    moved = _move_pairs(states, states.position + delta, moves, jnp.array(False))
+    return moved, join_checks((ok, Reason.POSITION_OUT_OF_RANGE))
 
 
 def can_seq_add(
@@ -257,12 +259,13 @@ def seq_div(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
-) -> tuple[T, Bool[Array, ""]]:
+) -> tuple[T, EditCheck]:
     """Divide the positions of a sequence in a range by a divisor, rounding down."""
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]
     position = states.position // jnp.maximum(divisor, 1)
-    return _move_pairs(states, position, moves, earlier), divisor >= 1
+    moved = _move_pairs(states, position, moves, earlier)
+    return moved, join_checks((divisor >= 1, Reason.ARGUMENT_OUT_OF_RANGE))
 
 
 def _find_moving_states(

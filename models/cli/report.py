@@ -18,13 +18,20 @@ def print_json(prompt: str, text: Text, **more: Any) -> None:
     print(json.dumps({"prompt": prompt, **more, **vars(text)}), flush=True)
 
 
-def note_full(texts: Sequence[Text], how: str = "") -> None:
-    """If texts ended because the cache was full, print the number of these texts."""
-    early = sum(text.finish == "full" for text in texts)
-    if early:
-        note(
-            f"note: the cache is full: {how}{plural(early, 'text')} ended early; give more --cells"
-        )
+def note_early(texts: Sequence[Text], used: str = "") -> None:
+    """For each cause, print the number of texts that the cache or the logits ended.
+
+    `used` is a clause about the used cells.
+    """
+    causes = {
+        "full": (f"the cache is full: {used}", "give more --cells"),
+        "nonfinite logits": ("the logits contain NaN or infinity: ", "check the weights"),
+        "no token": ("every next token has probability 0: ", "check the weights"),
+    }
+    for finish, (cause, remedy) in causes.items():
+        early = sum(text.finish == finish for text in texts)
+        if early:
+            note(f"note: {cause}{plural(early, 'text')} ended early; {remedy}")
 
 
 def note_interrupted(done: int, count: int) -> None:

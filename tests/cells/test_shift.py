@@ -93,6 +93,24 @@ def added(cache, p0, p1, delta):
     return cache
 
 
+def test_seq_add_of_lists_equals_the_loop():
+    cache = drawn("0{0} 1{0} 2{0} 0{1} 1{1}", SHIFT)
+    ids, starts, ends, deltas = [0, 1, 0, 1], [1, 0, 2, 5], [-1, 1, -1, 9], [2, 2**31 - 2, -1, 7]
+    after, flags = cache, []
+    for seq, p0, p1, delta in zip(ids, starts, ends, deltas, strict=True):
+        after, ok = jaxkv.seq_add(after, seq, p0, p1, delta=delta)
+        flags.append(ok.item())
+    result = jaxkv.seq_add(cache, ids, starts, ends, delta=deltas)
+    assert_identical(result.cache, after)
+    assert result.ok.tolist() == flags == [True, True, True, True]
+    far = jax.jit(jaxkv.seq_add)(cache, np.array([0, 1]), [-2, 1], -1, delta=2**31 - 2)
+    assert [jaxkv.Reason(code).name for code in far.reason.tolist()] == [
+        "ARGUMENT_OUT_OF_RANGE",
+        "POSITION_OUT_OF_RANGE",
+    ]
+    assert_identical(far.cache, cache)
+
+
 @pytest.mark.parametrize(
     ("before", "verb", "after"),
     [

@@ -134,6 +134,19 @@ def test_repr_of_plans_batches_and_states_is_one_line():
     assert "shift=int32[1,24]" in repr(jaxkv.init_update(cache))
 
 
+def test_repr_of_results_names_reasons():
+    result = jaxkv.seq_rm(states(), 0, 1, 2)
+    assert repr(result).startswith("EditResult(cache=Cache(recurrent, ")
+    assert repr(result).endswith(": 6 used), ok=False, reason=STATE_NOT_STORED)")
+    both = jaxkv.seq_rm(states(), [0, 2], [2, 3])
+    assert repr(both).endswith("ok=[True, True], reason=[OK, OK])")
+    extended = jaxkv.generation.self_extend(streams(), 0, 0, group=2, width=4)
+    assert repr(extended).endswith("ok=True, reason=OK, grouped=0)")
+    traced = []
+    jax.eval_shape(lambda cache: traced.append(repr(jaxkv.seq_rm(cache, 0))), pool())
+    assert traced[0].endswith("ok=bool[] traced, reason=int32[] traced)")
+
+
 @over_all
 def test_repr_html_has_text_and_no_script(make):
     html = make().to_html()

@@ -1,6 +1,7 @@
 """`generate` equals `prefill`, `init_decode` and `decode`."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -106,12 +107,24 @@ def test_generate_drafter_same_texts():
     assert out.num_drafted.shape == out.num_accepted.shape == (3,)
 
 
-def test_generate_full_cache_ends_texts_by_name():
-    out = run(cache=jaxkv.make_cache(SPEC, cells=8, sequences=3), stop_tokens=())
+def test_generate_full_cache_ends_texts_by_name_and_warns_once():
+    with pytest.warns(UserWarning, match="got 3 OUT_OF_CELLS of 3 sequences; ") as warned:
+        out = run(cache=jaxkv.make_cache(SPEC, cells=8, sequences=3), stop_tokens=())
+    assert len(warned) == 1 and warned[0].filename == __file__
     reasons = [jaxkv.Reason(reason).name for reason in out.finish_reason.tolist()]
     assert set(reasons) == {"OUT_OF_CELLS"}
+    assert repr(out).endswith("finish_reason=[OUT_OF_CELLS, OUT_OF_CELLS, OUT_OF_CELLS])")
+    assert "tokens=int32[3,9]" in repr(out) and "state=DecodeState" in repr(out)
     with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
         run(cache=jaxkv.make_cache(SPEC, cells=4, sequences=3))
+
+
+def test_generate_nonfinite_logits_warns():
+    table = TABLE.at[7].set(jnp.nan)  # after token 7
+    prompts = [[7], *[[1]] * 9]
+    with pytest.warns(UserWarning, match="got 1 NONFINITE_LOGITS of 10 sequences; "):
+        out = jaxkv.generate(by_table, table, prompts, spec=SPEC, max_new_tokens=1)
+    assert repr(out).endswith("finish_reason=[9 OK, 1 NONFINITE_LOGITS])")
 
 
 @pytest.mark.nightly

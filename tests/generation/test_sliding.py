@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation.filters import make_sampler
+from models.compiling import counting
 from tests.generation.tiny import assert_sound, begun
 from tests.helpers import caches
 from tests.helpers.caches import SPLIT, TWO, Kind, assert_identical, drawing, updated
@@ -106,6 +107,46 @@ def test_slide_wrong_traced_numbers_change_nothing():
         assert not ok, args
         assert_identical(after, cache)
     assert_identical(slide(cache, 1, 2, 3), slid(cache, 1, 2, 3))
+
+
+LISTS = [
+    ([1, 0, 2, 1], 1, [3, 2, 2, 1], [True, True, False, True]),  # sequence 2 is too short
+    ([0, 1], [0, 2], 2, [True, True]),
+    ([2, 2], 0, 3, [False, False]),
+]
+
+
+@pytest.mark.parametrize(("ids", "keep", "drop", "granted"), LISTS)
+def test_slide_of_a_list_equals_the_loop(ids, keep, drop, granted):
+    pending, ok = jaxkv.seq_add(told(6, 8, 2), 1, 0, -1, delta=2)
+    for cache in (told(6, 8, 2), pending):
+        after = cache
+        for seq, num_keep, num_discard in np.broadcast(ids, keep, drop):
+            options = dict(num_keep=num_keep, num_discard=num_discard)
+            after, ok = generation.context_shift(after, int(seq), **options)
+        options = dict(num_keep=keep, num_discard=drop)
+        lists, flags = result = generation.context_shift(cache, ids, **options)
+        assert flags.tolist() == granted and ok == granted[-1]
+        reasons = [jaxkv.Reason.OK if one else jaxkv.Reason.TOO_FEW_TOKENS for one in granted]
+        assert result.reason.tolist() == reasons
+        assert drawing(lists) == drawing(after)  # positions, owners and pending shifts
+        used = np.asarray(after.table.position[0]) >= 0
+        for keys, wanted in zip(lists.buffers.k, after.buffers.k, strict=True):
+            np.testing.assert_allclose(keys[0, :, used], wanted[0, :, used], atol=1e-5)
+        if len({*ids}) == len(ids) and cache is not pending:  # no key is rotated twice by the loop
+            assert_identical(lists, after)
+        if not any(granted):
+            assert_identical(lists, cache)
+
+
+@core
+def test_slide_of_8_sequences_runs_one_program_on_the_table():
+    cache = with_numbers(Kind("eight", cells=7, sequences=8, streams=8).make())
+    batch = make_batch(np.ones((8, 5), int))
+    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch))
+    with counting() as compiled:
+        _, ok = generation.context_shift(cache, [*range(8)], num_keep=1, num_discard=2)
+    assert ok.tolist() == [True] * 8 and compiled() <= 4  # also counts and rotates keys
 
 
 def flat(params, cache, ubatch):

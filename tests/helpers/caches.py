@@ -18,6 +18,7 @@ import numpy as np
 import jaxkv
 from jaxkv.batch import ubatch_of_part
 from jaxkv.cache import merge, split
+from jaxkv.core.array_utils import is_concrete
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
@@ -367,7 +368,11 @@ def edit(verb: str, cache: Any, *args: Any) -> tuple[Any, Any]:
     if keyword:
         *args, options[keyword] = args
     found = getattr(jaxkv, verb)(cache, *args, **options)
-    return found if isinstance(found, jaxkv.EditResult) else (found, True)
+    if not isinstance(found, jaxkv.EditResult):
+        return found, True
+    if is_concrete(found):
+        assert (found.reason == jaxkv.Reason.OK) == found.ok
+    return found
 
 
 def lost(tree: Any) -> Any:

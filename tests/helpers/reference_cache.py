@@ -121,6 +121,10 @@ class Oracle(Side):
         held = self.holds(seq).items()
         return sorted((cell.position, self.contents[p]) for p, cell in held if cell.position >= low)
 
+    def refusal(self, verb: str) -> str:
+        """The reason of a refused verb."""
+        return "OUT_OF_CELLS"
+
     def has_lost(self, stream: int) -> bool:
         """Whether a sequence of a stream lost a cell to evictions."""
         mine = [seq for seq in range(self.sequences) if self.stream(seq) == stream]

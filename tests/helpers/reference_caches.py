@@ -177,19 +177,32 @@ class Twin:
                 np.testing.assert_allclose(seen[r, t], wanted, rtol=1e-5, atol=within)
         assert not owner
 
-    def after(self, verb: str, *args: Any) -> Oracles | None:
-        """The oracles after a verb, without changing those of the twin; None if one refuses."""
+    def after(self, verb: str, *args: Any) -> tuple[Oracles | None, set[str]]:
+        """The oracles after a verb, None if one refuses; and the reasons for a refusal.
+
+        The oracles of the twin do not change.
+        """
         after = self.oracles.fork()
-        granted = [getattr(oracle, verb)(*args) for oracle in after]
-        return None if False in granted else after
+        refused = [oracle for oracle in after if getattr(oracle, verb)(*args) is False]
+        reasons = {oracle.refusal(verb) for oracle in refused}
+        if any(any(map(one.has_lost, range(one.streams))) for one in self.oracles):
+            reasons.add("CONTEXT_EVICTED")
+        if refused:
+            return None, reasons
+        ids = range(self.kind.sequences)
+        if any(len({oracle.reached(seq) for oracle in after}) > 1 for seq in ids):
+            reasons.add("PARTS_DIFFER")
+        return after, reasons
 
     def edit(self, verb: str, *args: Any) -> bool:
         """Edit both sides, or neither if the cache refuses it for a reason."""
-        before, after = self.cache, self.after(verb, *args)
-        self.cache, ok = edit(verb, before, *args)
+        before, (after, reasons) = self.cache, self.after(verb, *args)
+        result = edit(verb, before, *args)
+        self.cache, ok = result
         if not ok:
             assert_identical(self.cache, before)
-            assert after is None or self.may_refuse(after), (verb, args, jaxkv.show(before))
+            name = jaxkv.Reason(result.reason).name
+            assert name in reasons, (verb, args, name, reasons, jaxkv.show(before))
             return False
         assert after is not None, (verb, args, jaxkv.show(before))
         self.granted(after)
@@ -204,14 +217,6 @@ class Twin:
         for seq in range(self.kind.sequences):
             assert len({oracle.reached(seq) for oracle in after}) == 1, jaxkv.show(self.cache)
             assert all(oracle.is_whole(seq) for oracle in after), jaxkv.show(self.cache)
-
-    def may_refuse(self, after: Oracles) -> bool:
-        """Whether an edit may be refused: its parts end differently, or a window evicted cells."""
-        ids = range(self.kind.sequences)
-        apart = any(len({oracle.reached(seq) for oracle in after}) > 1 for seq in ids)
-        return apart or any(
-            oracle.has_lost(stream) for oracle in self.oracles for stream in range(oracle.streams)
-        )
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
         ok = self.edit("seq_rm", seq, p0, p1)

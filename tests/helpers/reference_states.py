@@ -66,6 +66,10 @@ class Histories(Side):
     def is_whole(self, seq: int) -> bool:
         return True
 
+    def refusal(self, verb: str) -> str:
+        """The reason of a refused verb."""
+        return "POSITION_OUT_OF_RANGE" if verb == "seq_add" else "STATE_NOT_STORED"
+
     def has_lost(self, stream: int) -> bool:
         return False
 

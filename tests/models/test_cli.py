@@ -3,6 +3,7 @@
 RECORD_CLI=1 writes the transcripts again; a new line `$ ...` in one is a new case.
 """
 
+import copy
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from contextlib import nullcontext
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxkv
@@ -168,6 +170,26 @@ def test_noticed_raises_an_interrupt_that_python_dropped(capfd):
         check()
     assert signal.getsignal(signal.SIGINT) is before
     assert not capfd.readouterr().err
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("options", ["once", "once --beams 2", "--file prompts.txt"])
+@pytest.mark.parametrize(("logit", "cause"), [(jnp.nan, "NaN or inf"), (-jnp.inf, "probability 0")])
+def test_generate_without_a_next_token_notes_it_once(
+    command, files, letters_model, monkeypatch, options, logit, cause
+):
+    model, forward = copy.copy(letters_model), letters_model.forward
+
+    def broken(params, cache, ubatch):
+        cache, logits = forward(params, cache, ubatch)
+        return cache, jnp.full_like(logits, logit)
+
+    vars(model)["forward"] = broken
+    monkeypatch.setattr("models.cli.generate.load", lambda *args, **options: model)
+    status, out, err = command("generate", "--json", "--max-tokens", 4, *options.split())
+    assert status == 0 and {tuple(one["tokens"]) for one in objects(out)} == {()}
+    (line,) = [line for line in err.splitlines() if line.startswith("note: ")]
+    assert cause in line and f"{len(objects(out))} text" in line
 
 
 @pytest.mark.nightly

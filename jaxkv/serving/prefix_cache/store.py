@@ -420,5 +420,5 @@ def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
 
 @jit_table
 def _table_can_copy(table: CacheTable, *args: Int32[Array, ""]) -> Bool[Array, ""]:
-    ok, _ = table.can_seq_cp(*args)
-    return ok
+    check, _ = table.can_seq_cp(*args)
+    return check.ok
