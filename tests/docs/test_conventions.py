@@ -77,6 +77,6 @@ def test_errors_say_what_was_expected_what_came_and_what_helps():
         for path in Path(jaxkv.__file__).parent.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
-    ] + [reason.advice for reason in jaxkv.Reason if reason]
+    ] + [text for reason in jaxkv.Reason if reason for text in (reason.advice, reason.edit_advice)]
     odd = [text for text in raised if not re.search("expected .*got .*;", text, re.S)]
-    assert len(raised) > 300 and len(odd) == 2, odd  # no such attribute; lines of such reasons
+    assert len(raised) > 300 and len(odd) == 3, odd  # no such attribute; lines of such reasons, twice
