@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = (
     "block_types expand full_attn_idxs mamba_d_ssm mamba_expand max_window_layers "
     "use_sliding_window "
     # Choices of the implementation of Mamba.
-    "chunk_size mamba_chunk_size rescale_prenorm_residual residual_in_fp32 time_step_floor "
+    "chunk_size mamba_chunk_size residual_in_fp32 time_step_floor "
     "time_step_max time_step_min time_step_rank"
 )
 
@@ -117,6 +117,8 @@ def read_config(folder: Path) -> Config:
                 f"{path}: expected the same settings in all layers, got per_layer_config; give "
                 "another model."
             )
+        if getattr(made, "rope_parameters", None):  # as models do, after undeclared keys are set
+            made.standardize_rope_params()
         return Config(_values(made), str(path), _defaults(type(made)))
 
 
@@ -124,6 +126,7 @@ def _values(made: Any) -> dict[str, Any]:
     """Return the settings of a config object, completed with the defaults of the model's code."""
     declared = {field.name for field in fields(made)}
     computed = {"head_dim", "scale_decoder_outputs", "tie_word_embeddings"}
+    computed |= {"dense_act_fn", "is_gated_act"}
     if "layer_types" in type(made).attribute_map or hasattr(type(made), "layer_types"):
         computed.add("layer_types")
     values = {name: getattr(made, name) for name in declared | computed if hasattr(made, name)}

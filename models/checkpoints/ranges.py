@@ -10,6 +10,7 @@ LAYERS = 4096
 """Largest number of layers."""
 
 _INTS = (
+    (re.compile("token_id"), whole(-(2**31), 2**31 - 2)),
     (re.compile("layers"), whole(0, LAYERS)),
     (re.compile("experts"), whole(0, 2**14)),
     # A rotary embedding is a tuple of half as many numbers as a head.

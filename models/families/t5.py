@@ -231,8 +231,10 @@ class T5(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    if c["feed_forward_proj"] not in ("relu", "gated-gelu"):
+    gated = c["is_gated_act"]
+    if c["dense_act_fn"] != ("gelu_new" if gated else "relu"):
         raise c.refusal("feed_forward_proj", "relu or gated-gelu")
+    c.ignore("feed_forward_proj")
     exact = c["relative_attention_num_buckets"] // 2
     if c["relative_attention_max_distance"] <= exact:
         raise c.refusal("relative_attention_max_distance", f"more than half the buckets ({exact})")
@@ -247,7 +249,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         max_distance=c["relative_attention_max_distance"],
         vocabulary=c["vocab_size"],
         eps=c["layer_norm_epsilon"],
-        gated=c["feed_forward_proj"] == "gated-gelu",
+        gated=gated,
         tied=c["tie_word_embeddings"],
         scaled=c["scale_decoder_outputs"],
         start=c.get("decoder_start_token_id", c.get("pad_token_id", 0)),

@@ -79,4 +79,6 @@ def test_errors_say_what_was_expected_what_came_and_what_helps():
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
     ] + [text for reason in jaxkv.Reason if reason for text in (reason.advice, reason.edit_advice)]
     odd = [text for text in raised if not re.search("expected .*got .*;", text, re.S)]
-    assert len(raised) > 300 and len(odd) == 3, odd  # no such attribute; lines of such reasons, twice
+    assert len(raised) > 300 and len(odd) == 3, (
+        odd
+    )  # no such attribute; lines of such reasons, twice
