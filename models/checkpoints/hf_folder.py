@@ -114,8 +114,8 @@ def _tensors(folder: Path, base: str, *, packed: bool) -> dict[str, Tensor]:
             plain = _plain(name, base)
             if plain in tensors:
                 raise ModelError(
-                    f"{folder}: expected {name} in one file, got it in {shard_of[plain]} and "
-                    f"{shard.name}; remove the file that is not part of the model."
+                    f"{folder}: expected one tensor {plain}, got two, in {shard_of[plain]} and "
+                    f"{shard.name}; remove the one that is not part of the model."
                 )
             shard_of[plain] = shard.name
             tensors[plain] = Tensor(

@@ -110,8 +110,8 @@ def read_config(folder: Path) -> Config:
                 f"{path}: expected a model_type that transformers {transformers.__version__} "
                 f"knows, got {top['model_type']!r}; install a newer version, or give another model."
             )
-        made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        made = made.get_text_config()
+        whole_model = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        made = whole_model.get_text_config()
         if made.is_heterogeneous:
             raise ModelError(
                 f"{path}: expected the same settings in all layers, got per_layer_config; give "
@@ -119,7 +119,11 @@ def read_config(folder: Path) -> Config:
             )
         if getattr(made, "rope_parameters", None):  # as models do, after undeclared keys are set
             made.standardize_rope_params()
-        return Config(_values(made), str(path), _defaults(type(made)))
+        values = _values(made)
+        if made is not whole_model:  # the head belongs to the larger model, and has no soft limit
+            values["tie_word_embeddings"] = whole_model.tie_word_embeddings
+            values["final_logit_softcapping"] = None
+        return Config(values, str(path), _defaults(type(made)))
 
 
 def _values(made: Any) -> dict[str, Any]:

@@ -26,7 +26,6 @@ class Config(AttentionConfig):
     """Configuration of Gemma 3; other fields are in `models.families.language_model`.
 
     ropes: rotary embedding of each layer.
-    softcap: soft limit of attention logits; None for no limit.
     final_softcap: soft limit of logits; None for no limit.
     """
 
@@ -34,7 +33,6 @@ class Config(AttentionConfig):
     scale: float
     windows: tuple[Window | None, ...]
     ropes: tuple[Rope, ...]
-    softcap: float | None = None
     final_softcap: float | None = None
 
     @property
@@ -58,7 +56,6 @@ class Block(nnx.Module):
             rope=c.ropes[layer],
             norm=norm,
             scale=c.scale,
-            softcap=c.softcap,
         )
         self.after_attention_norm = norm(c.width)
         self.feed_norm = norm(c.width)
@@ -94,6 +91,7 @@ class Gemma3(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    c.ignore("attn_logit_softcapping")  # the class declares it, and does not use it
     rope, local = (rope_of(checkpoint, f"{kind}_attention") for kind in ("full", "sliding"))
     windows = windows_of(checkpoint)
     return Config(
@@ -102,7 +100,6 @@ def config_of(checkpoint: Checkpoint) -> Config:
         scale=c["query_pre_attn_scalar"] ** -0.5,
         windows=windows,
         ropes=tuple(rope if window is None else local for window in windows),
-        softcap=c.get("attn_logit_softcapping"),
         final_softcap=c.get("final_logit_softcapping"),
     )
 

@@ -130,7 +130,6 @@ class Attention(nnx.Module):
     joint_norms: whether all query heads of a token are normalised as one vector, and all key heads
       of the token as another.
     scale: factor of query-key products; None for 1 / sqrt(D).
-    softcap: soft limit of attention logits; None for no limit.
     gated: whether the output of each query head is multiplied by the sigmoid of a gate of size D.
       If so, `qkv` is `[K, (2 * G + 2) * D, width]`: the rows for G gates follow the rows for the
       value.
@@ -151,12 +150,11 @@ class Attention(nnx.Module):
         norm: Callable[[int], RMSNorm] | None = None,
         joint_norms: bool = False,
         scale: float | None = None,
-        softcap: float | None = None,
         gated: bool = False,
         sinks: bool = False,
     ):
         c = self.config = config
-        self.layer, self.rope, self.scale, self.softcap = layer, rope, scale, softcap
+        self.layer, self.rope, self.scale = layer, rope, scale
         self.gated = gated
         # Queries, keys and values are one product: with few tokens most time is spent on reading
         # weights, and fewer, larger products read them faster.
@@ -206,7 +204,6 @@ class Attention(nnx.Module):
             ubatch,
             *(part.reshape(*token, -1, c.head_dim) for part in (q, k, v)),
             scale=self.scale,
-            softcap=self.softcap,
             sinks=self.sinks[...] if self.has_sinks else None,
             bias=added,
             implementation=c.implementation,

@@ -202,7 +202,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
             groups=c["n_groups"],
             kernel=c["conv_kernel"],
             eps=c["layer_norm_epsilon"],
-            limits=tuple(c["time_step_limit"]),
+            limits=limits_of(checkpoint),
             bias=c["use_bias"],
             conv_bias=c["use_conv_bias"],
         ),
@@ -225,6 +225,14 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     return source.language_model(blocks, tied=config.tied, **names)
 
 
+def limits_of(checkpoint: Checkpoint) -> tuple[float, float]:
+    """Read the smallest and the largest step size from a checkpoint."""
+    limits = tuple(checkpoint.config["time_step_limit"])
+    if len(limits) != 2:
+        raise checkpoint.config.refusal("time_step_limit", "a list of 2 numbers")
+    return limits
+
+
 def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
     """Read the configuration of the mixers in a hybrid model from its checkpoint."""
     c = checkpoint.config
@@ -237,7 +245,7 @@ def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
         groups=c["mamba_n_groups"],
         kernel=c["mamba_d_conv"],
         eps=c["rms_norm_eps"],
-        limits=tuple(c["time_step_limit"]),
+        limits=limits_of(checkpoint),
         conv_bias=c["mamba_conv_bias"],
         **switches,
     )

@@ -136,6 +136,8 @@ def config_of(checkpoint: Checkpoint) -> Config:
     c.check_divides("num_attention_heads", "lru_width")
     if c["head_dim"] * c["num_attention_heads"] != c["hidden_size"]:
         raise c.refusal("head_dim", "hidden_size divided by num_attention_heads")
+    if c["rope_parameters"].get("rope_type") not in (None, "default"):
+        raise c.refusal("rope_parameters", "parameters without scaling")
     kinds = c.layer_kinds("sliding_attention", "linear_attention")
     return Config(
         **attention_fields(checkpoint),

@@ -40,6 +40,18 @@ ONCE_WRONG_TENSORS = [
 ]
 
 
+LOADED = {
+    # Settings that only other operations of a class check.
+    '"pad_token_id": 99',
+    "mamba_chunk_size: null",
+    # Folders whose names are unambiguous, although transformers does not find them.
+    "files: index without metadata",
+    "files: shards, no index",
+    "llama: all names of language_model",
+}
+"""Folders that load although transformers raises, or fills tensors with random numbers."""
+
+
 def logits_of(folder):
     """The projected logits of a folder, or the message of the error."""
     try:
@@ -58,7 +70,7 @@ def logits_of(folder):
 
 
 def difference(case, files, folder, texts=None):
-    """A silent difference between the logits of a folder and the recorded ones, or None."""
+    """None if a folder gives the recorded logits; "refused", or a silent difference."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, content in ({"config.json": case.config} | (texts or {})).items():
@@ -68,17 +80,18 @@ def difference(case, files, folder, texts=None):
     found = logits_of(folder)
     jax.clear_caches()  # programs of one folder alone
     if isinstance(found, str):
-        return None
+        return None if case.logits is None else "refused"
     if case.logits is None:
+        if case.name in LOADED or ": names of " in case.name:
+            return None
         return case.name, "loaded, but transformers raises or fills a tensor with random numbers"
     error = np.abs(found - case.logits).max() / np.abs(case.logits).max()
     return None if error < LIMIT else (case.name, error)
 
 
-def differences_of(variants, folder):
+def results_of(variants, folder):
     files = ({"model.safetensors": recorded.random_tensors(one.shapes)} for one in variants)
-    found = (difference(one, file, folder) for one, file in zip(variants, files, strict=True))
-    return [one for one in found if one]
+    return [difference(one, file, folder) for one, file in zip(variants, files, strict=True)]
 
 
 @pytest.mark.core
@@ -86,7 +99,7 @@ def differences_of(variants, folder):
 def test_load_settings_once_wrong_give_logits_of_transformers(family, tmp_path):
     variants = [one for one in recorded.read(family) if one.name in ONCE_WRONG[family]]
     assert {one.name for one in variants} == set(ONCE_WRONG[family])
-    assert not differences_of(variants, tmp_path / "folder")
+    assert set(results_of(variants, tmp_path / "folder")) <= {None, "refused"}
 
 
 @pytest.mark.nightly
@@ -94,7 +107,9 @@ def test_load_settings_once_wrong_give_logits_of_transformers(family, tmp_path):
 def test_load_with_one_setting_changed_gives_logits_of_transformers(family, tmp_path):
     variants = recorded.read(family)
     assert len(variants) > 60
-    assert not differences_of(variants, tmp_path / "folder")
+    found = results_of(variants, tmp_path / "folder")
+    assert found.count("refused") < len(found) / 5
+    assert set(found) <= {None, "refused"}
 
 
 def files_of(case):
@@ -112,13 +127,11 @@ def test_load_tensors_once_wrong_give_logits_of_transformers(tmp_path):
     cases = [one for one in recorded.read_tensors() if one.name in ONCE_WRONG_TENSORS]
     assert len(cases) == len(ONCE_WRONG_TENSORS)
     found = [difference(one, files_of(one), tmp_path / "folder", one.json) for one in cases]
-    assert [one for one in found if one] == []
+    assert set(found) <= {None, "refused"}
 
 
 @pytest.mark.nightly
 def test_load_with_unusual_tensors_gives_logits_of_transformers(tmp_path):
     cases = recorded.read_tensors()
     found = [difference(one, files_of(one), tmp_path / "folder", one.json) for one in cases]
-    # Names of a larger model in a folder of a smaller one: transformers finds no tensor.
-    found = [one for one in found if one and ": names of " not in one[0]]
-    assert found == []
+    assert set(found) <= {None, "refused"}
