@@ -432,7 +432,7 @@ def _jit_range_edit(
         return edited, join_checks((are_bounds, Reason.ARGUMENT_OUT_OF_RANGE), check)
 
     def edit_ranges(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, EditCheck]:
-        args = jnp.broadcast_arrays(*args)
+        args = tuple(jnp.broadcast_arrays(*args))
         return jax.lax.scan(edit_range, table, args) if args[0].ndim else edit_range(table, args)
 
     return jit_table(wraps(method, updated=())(edit_ranges))

@@ -187,7 +187,7 @@ def _context_shift_table(
     table: CacheTable, *args: Int32[Array, "*n"]
 ) -> tuple[CacheTable, MaintenancePlan, EditCheck]:
     """Return the new table, and a plan that rotates its keys."""
-    args = jnp.broadcast_arrays(*args)
+    args = tuple(jnp.broadcast_arrays(*args))
     edit = jax.lax.scan if args[0].ndim else lambda step, table, args: step(table, args)
     table, check = edit(_shift_sequence, table, args)
     return table, _plan_shift_if(jnp.any(check.ok), table), check

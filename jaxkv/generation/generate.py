@@ -156,19 +156,20 @@ def generate(
     plan = init_batch(cache, batch).check()
     # `run_plan` reuses the trace.
     args = params, cache.table, cache.buffers, plan.ubatches[0]
-    *_, logits = compiled_step(forward).eval_shape(*args)
+    *_, logits = jax.eval_shape(compiled_step(forward), *args)
     _check_vocabulary(logits.shape[1], np.concatenate(lists), "prompts")
     _check_vocabulary(logits.shape[1], check_stop_tokens(stop_tokens, count), "stop_tokens")
     cache, by_ubatch = run_plan(forward, params, cache, plan, donate=is_own_cache)
     logits = plan.gather_outputs(by_ubatch)
     if num_samples > 1:
         parents = np.repeat(first, num_samples)
-        cache, ok = seq_select(cache, parents, np.arange(count), donate=True)
-        if not ok:
+        forked = seq_select(cache, parents, np.arange(count), donate=True)
+        if not forked.ok:
             raise PlanRefusedError(
                 f"expected cells for {num_samples} samples of each prompt, got too few in their "
                 f"streams; make a cache with more cells"
             )
+        cache = forked.cache
         logits = take_rows([logits], np.repeat(np.arange(len(lists)), num_samples))
     out = init_decode(
         cache,

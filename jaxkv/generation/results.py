@@ -25,7 +25,8 @@ class PrefillResult(NamedTuple):
     ok: Bool[Array, ""]
     reason: Int32[Array, " Q"]
 
-    __repr__ = result_repr
+    def __repr__(self) -> str:
+        return result_repr(self)
 
 
 class DecodeResult(NamedTuple):
@@ -52,7 +53,8 @@ class DecodeResult(NamedTuple):
     num_accepted: Int32[Array, " Z"] | None = None
     drafter: Drafter | None = None
 
-    __repr__ = result_repr
+    def __repr__(self) -> str:
+        return result_repr(self)
 
     @property
     def finish_reason(self) -> Int32[Array, " Z"]:
@@ -78,4 +80,5 @@ class BeamResult(NamedTuple):
     num_cached: Int32[Array, " k"]
     reason: Int32[Array, ""]
 
-    __repr__ = result_repr
+    def __repr__(self) -> str:
+        return result_repr(self)
