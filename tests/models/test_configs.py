@@ -16,6 +16,9 @@ from tests.models.tiny_files import DATA, config_at
 pytestmark = pytest.mark.core
 
 REFUSED = json.loads((DATA / "configs_refused.json").read_text())
+PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
+"""Configs of published models: name, config, and millions of parameters or the error."""
+
 FAMILIES = sorted(path.parent.name for path in DATA.glob("*/config.json"))
 WINDOWED = [("mistral_window", 2, 1), ("qwen2_window", 1, 2), ("gemma3", 3, 2)]
 
@@ -28,6 +31,23 @@ def test_config_unsupported_field_raises(tmp_path):
     for name, changes, message in REFUSED:
         with pytest.raises(models.ModelError, match=message):
             config_of(tmp_path, name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "config"), PUBLISHED["read"], ids=lambda x: x if type(x) is str else ""
+)
+def test_load_shapes_of_published_config_has_its_number_of_parameters(
+    tmp_path, name, millions, config
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert models.load_shapes(tmp_path).size / 1e6 == pytest.approx(millions, rel=2e-3), name
+
+
+def test_load_shapes_of_published_config_of_another_family_raises(tmp_path):
+    for _, message, config in PUBLISHED["refused"]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(models.ModelError, match=message):
+            models.load_shapes(tmp_path)
 
 
 def test_load_weights_of_another_size_raises(tmp_path):
