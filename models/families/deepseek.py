@@ -208,6 +208,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
     for key, other in equal.items():
         if c[key] != c[other]:
             raise c.refusal(key, f"{c[other]}, as {other},")
+    c.ignore("num_mtp_layers")  # their tensors follow those of the other layers
     rope = rope_of(checkpoint, head_dim=rope_dim)
     interleaved = c["rope_interleave"] if newer else True
     return Config(
