@@ -184,7 +184,7 @@ def _check_attention_only(spec: TableSpec, why: str) -> None:
 
 @jit_table
 def _context_shift_table(
-    table: CacheTable, *args: Int32[Array, "*n"]
+    table: CacheTable, *args: Int32[Array, "*_"]
 ) -> tuple[CacheTable, MaintenancePlan, EditCheck]:
     """Return the new table, and a plan that rotates its keys."""
     args = tuple(jnp.broadcast_arrays(*args))
