@@ -58,7 +58,7 @@ def by_previous(params, cache, ubatch):
 @pytest.mark.parametrize("prompts", [None, [[4], [1, 0, 6], [7, 7]]], ids=["texts", "prompts"])
 def test_score_of_rows_with_padding_anywhere(prompts):
     """Token 0 is no padding; the first token of a text without a prompt has no probability."""
-    rows = np.array([[-1, 0, 3, -1, 0, 5], [-1, -1, -1, 2, -1, -1], [0, 3, 1, -1, 0, 0]])
+    rows = np.int32([[-1, 0, 3, -1, 0, 5], [-1, -1, -1, 2, -1, -1], [0, 3, 1, -1, 0, 0]])
     chances = jax.nn.log_softmax(TABLE)
     wanted = np.zeros(rows.shape, np.float32)
     for i, text in enumerate(TEXTS):
@@ -115,6 +115,6 @@ def test_beam_search_drops_a_beam_without_an_allowed_token():
 def test_sampler_of_rows_filters_only_rows_that_ask_for_it():
     logits = jnp.asarray(TABLE[:4]).at[0, 5].set(jnp.nan)
     sampler = make_sampler(temperature=1.0, top_k=jnp.array([0, 0, 2, 8]))
-    adjusted = adjust_logits(sampler, logits, sampler.init([[]] * 4))
+    adjusted = adjust_logits(sampler, logits, sampler.init(np.zeros((4, 0), np.int32)))
     assert np.isnan(adjusted[0, 5])
     assert np.isfinite(adjusted[1:]).sum(axis=1).tolist() == [8, 2, 8]

@@ -92,7 +92,7 @@ def proposed(prompts, tokens, active=None, **options):
     cache = filled(*[1] * count, kind=ROOMY)
     state = begun(cache, tokens=tokens)
     drafter = generation.prompt_lookup(prompts, num_draft_tokens=3, recent=16, **options)
-    active = np.ones(count, bool) if active is None else np.array(active)
+    active = jnp.ones(count, bool) if active is None else jnp.array(active, bool)
     _, draft = drafter.propose(BEST, state, active, jnp.ones(count, jnp.int32))
     shape = (count, options.get("num_branches", 1), 3)
     rows = np.where(draft.valid, draft.tokens, -1).reshape(shape).tolist()
