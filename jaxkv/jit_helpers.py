@@ -33,6 +33,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
     @partial(jax.jit, **options)
     @wraps(fun)
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        args, kwargs = jax.tree.map(_to_jax_array, (args, kwargs))
         tables = [x for x in _partitioned_leaves((args, kwargs)) if isinstance(x, CacheTable)]
         check_not_batched(*tables)
         rules = next((table.sharding_rules for table in tables), None)
@@ -106,6 +107,11 @@ def _output_partition_specs(out: PyTree, sharding_rules: ShardingRules, mesh: An
         return x.partition_by(sharding_rules, mesh) if isinstance(x, Partitioned) else P()
 
     return jax.tree.map(spec_of_output, out, is_leaf=_is_partitioned)
+
+
+def _to_jax_array(x: PyTree) -> PyTree:
+    """Convert an array of NumPy, which a function gets from its caller under `disable_jit`."""
+    return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _partitioned_leaves(tree: PyTree) -> list[PyTree]:

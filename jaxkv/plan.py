@@ -39,6 +39,13 @@ class Reason(IntEnum):
         )
         return member
 
+    @classmethod
+    def _missing_(cls, value: object) -> Reason | None:
+        """Return the member of an array of one number, such as `plan.reason[0]`."""
+        if isinstance(value, jax.Array | np.ndarray) and not value.ndim:
+            return cls(int(value))
+        return None
+
     OK = 0
     OUT_OF_CELLS = (
         1,

@@ -206,6 +206,7 @@ def beam(
       ValueError: If the number of ids is not k, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or Q is below `num_beams`.
+      ValueError: If k * min(k + number of stop tokens, V) is 2**31 or more.
       ValueError: Outside of `jit`, if the first beam sequence is empty or the cache was donated.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
 
@@ -243,6 +244,12 @@ def beam(
             f"expected stop tokens [n], got the shape {np.shape(ending)}; pass a flat list"
         )
     ids = _check_sequences(split(cache)[0].spec, sequences, num_beams)
+    extensions = num_beams * min(num_beams + np.size(ending), row.shape[1])
+    if extensions >= 2**31:
+        raise ValueError(
+            f"expected fewer than 2**31 extensions of all beams, got {extensions}; pass a smaller "
+            "num_beams"
+        )
     args = row, ending, ids, _check_length_penalty(length_penalty)
     if is_traced(params, cache, args):
         cache, found = _run_search(forward, params, cache, *args, num_tokens=num_tokens)

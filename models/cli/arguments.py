@@ -66,7 +66,7 @@ def add_generate(add: Add) -> None:
     add("--model", default="smollm2", metavar="MODEL")
     add("--max-tokens", type=whole(1, 2**30), default=128, metavar="N")
     add("--samples", type=whole(1, 2**20), default=1, metavar="N")
-    add("--beams", type=whole(1, 2**16), metavar="N")
+    add("--beams", type=whole(1, 2**12), metavar="N")
     add("--speculate", action="store_const", const=3, default=0)
     add_sampling(add, temperature=0.0)
     add("--sequences", type=whole(1, 2**16), metavar="N")

@@ -64,6 +64,14 @@ def test_verbs_without_jit_equal_calls():
     assert_identical(plain, everything(*args))
 
 
+def test_plan_with_positions_without_jit_equals_plan():
+    batch = jaxkv.make_batch([[1, 2], [3]], sequences=[0, 1], positions=[[0, 1], [0]])
+    cache = jaxkv.clear(lived_in(SMALL))
+    with jax.disable_jit():
+        plain = jaxkv.init_batch(cache, batch)
+    assert_identical(plain, jaxkv.init_batch(cache, batch))
+
+
 def decode(cache, step):
     tokens, sequences, active = step
     plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=active)

@@ -229,3 +229,12 @@ def test_beam_of_a_model_matches_search_without_cache(name, streams):
     held = np.asarray(beams.num_cached)
     assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()
     assert_sound(after)
+
+
+def test_too_many_beams_raise():
+    spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+    cache = jaxkv.make_cache(spec, cells=2, sequences=2**16)
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 extensions .* got 4294967296"):
+        generation.beam(
+            think, None, cache, np.zeros(2**16, np.float32), num_beams=2**16, num_tokens=1
+        )
