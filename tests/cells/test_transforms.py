@@ -65,7 +65,7 @@ def test_verbs_without_jit_equal_calls():
 
 
 def test_plan_with_positions_without_jit_equals_plan():
-    batch = jaxkv.make_batch([[1, 2], [3]], sequences=[0, 1], positions=[[0, 1], [0]])
+    batch = jaxkv.make_batch([[1, 2], [3]], sequences=[0, 1], positions=[0, 1, 0])
     cache = jaxkv.clear(lived_in(SMALL))
     with jax.disable_jit():
         plain = jaxkv.init_batch(cache, batch)
