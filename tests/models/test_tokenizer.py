@@ -265,6 +265,27 @@ def test_folder_chat_template_places(tmp_path):
     assert open_checkpoint(tmp_path / "a").tokenizer().chat(hi) == "f"
 
 
+def test_folder_chat_template_may_use_every_special_token(tmp_path):
+    inner, names = train_byte_level(pre_tokenizers.ByteLevel()), ("pad", "sep", "unk", "mask")
+    inner.add_special_tokens([f"<{name}>" for name in names])
+    tokens = {f"{name}_token": f"<{name}>" for name in names}
+    template = "{{ messages[0].content }}" + "".join("{{ %s }}" % name for name in tokens)
+    held = write_folder(tmp_path / "a", inner, chat_template=template, **tokens)
+    said = held.tokenizer().chat([{"role": "user", "content": "hi"}])
+    assert said == "hi<pad><sep><unk><mask>"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_folder_truncation_and_padding_have_no_effect(tmp_path, side):
+    inner, prompts = train_byte_level(pre_tokenizers.ByteLevel()), []
+    for name in ("plain", "cut"):
+        held = write_folder(tmp_path / name, inner, model_max_length=4)
+        prompts.append([held.tokenizer().prompt(text) for text in ("a", TEXT)])
+        inner.enable_truncation(4, direction=side)
+        inner.enable_padding(direction=side, length=16)
+    assert prompts[0] == prompts[1] and len(prompts[0][1]) > 16
+
+
 def test_tokenizer_refused_files_raise(tmp_path):
     def file(**fields):
         return open_checkpoint(write_gguf(tmp_path / f"{fields.get('model')}.gguf", fields))
