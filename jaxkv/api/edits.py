@@ -92,8 +92,8 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     cache unchanged, and `ok` is False. A removal of only some tokens of a sequence can be refused:
 
     - CONTEXT_EVICTED: with a window, the next token of a sequence would attend to an evicted cell.
-    - STATE_NOT_STORED: with recurrent states, tokens follow the range, or no state is stored at the
-      position before the range.
+    - STATE_NOT_STORED: with recurrent states, tokens follow the range, or tokens precede it and no
+      state is stored at the position before the range.
     - PARTS_DIFFER: the last position of a sequence would differ between the parts of a hybrid
       cache.
 

@@ -17,6 +17,7 @@ from jaxkv.recurrent.states import (
     States,
     T,
     drop_pairs,
+    first_positions,
     is_occupied,
     is_sequence,
     seq_pos_max,
@@ -69,10 +70,8 @@ def can_seq_cp(
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Return the last position of the sequence `src` in a range; -1 if the range has no token."""
-    start, end = (
-        jnp.maximum(start, 0),
-        jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src)),
-    )
+    start = jnp.maximum(start, first_positions(states)[src])
+    end = jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src))
     return jnp.where(start <= end, end, EMPTY)
 
 
@@ -125,10 +124,12 @@ def _copy_states(
     layer_hash = jnp.where(is_written, stamp[None], 0)
 
     content = states.content.at[origin].get(mode="fill", fill_value=0)
+    first = states.first_position.at[origin].get(mode="fill", fill_value=0)
     states = replace(
         states,
         cell_hash=states.cell_hash.at[where].set(stamp, mode="drop"),
         content=states.content.at[where].set(content, mode="drop"),
+        first_position=states.first_position.at[where].set(first, mode="drop"),
         layer_hash=states.layer_hash.at[:, *where].set(layer_hash, mode="drop"),
     )
     return states, copy_cells(states, buffers, origin, where), cells

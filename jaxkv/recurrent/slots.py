@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, hash_tokens
 from jaxkv.core.array_utils import out_of_range_slots
-from jaxkv.core.constants import MAX_CELLS
+from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, is_occupied, stream_hash
 
@@ -79,6 +79,10 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     before = states.content.at[ubatch.row_stream, slots.source].get(mode="fill", fill_value=0)
     token_contents = jnp.where(ubatch.valid, hash_tokens(ubatch), 0)
     content = before[:, None] + jnp.cumsum(token_contents, axis=1, dtype=jnp.uint32)
+    before = states.first_position.at[ubatch.row_stream, slots.source].get(
+        mode="fill", fill_value=END
+    )
+    first = jnp.min(jnp.where(ubatch.valid, ubatch.positions, END), axis=1)
     where = (ubatch.row_stream[:, None], slots.cells)
     put = {"mode": "drop", "unique_indices": True}
     return replace(
@@ -91,6 +95,9 @@ def occupy(states: T, ubatch: Ubatch) -> T:
             _take_at_new_states(states, ubatch, ubatch.cell_hashes), **put
         ),
         content=states.content.at[where].set(_take_at_new_states(states, ubatch, content), **put),
+        first_position=states.first_position.at[where].set(
+            jnp.minimum(before, first)[:, None], **put
+        ),
     )
 
 

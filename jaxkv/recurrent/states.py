@@ -6,6 +6,7 @@ Edits within a stream do not copy states. For ranges and sequence ids see `Cache
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -38,6 +39,7 @@ class States:
     cell_hash: Hash of the state in each cell: the hash of the last token (`jaxkv.core.hashing`).
     content: Sum of the hashes of all tokens in the state of each cell. The hash of a token includes
       the token's position before any shift.
+    first_position: No token in the state of each cell has a lower position.
     layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
     shard_dims: Static. A tuple (name, dimension, n) for each state that a mesh may split along
       this dimension, between its n equal blocks.
@@ -47,6 +49,7 @@ class States:
     cell: Int32[Array, "Q E+1"]
     cell_hash: UInt32[Array, "S N"]
     content: UInt32[Array, "S N"]
+    first_position: Int32[Array, "S N"]
     layer_hash: UInt32[Array, "L S N"]
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
     shard_dims: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
@@ -93,6 +96,7 @@ def empty_fields(
         "cell": jnp.full(pairs, cells, jnp.int32),
         "cell_hash": jnp.zeros((streams, cells), jnp.uint32),
         "content": jnp.zeros((streams, cells), jnp.uint32),
+        "first_position": jnp.zeros((streams, cells), jnp.int32),
         "layer_hash": jnp.zeros((layers, streams, cells), jnp.uint32),
     }
 
@@ -125,6 +129,12 @@ def seq_pos_min(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the position of the current state of a sequence; -1 if the sequence is empty."""
     return jnp.where(is_sequence(states, seq), states.position[seq, -1], EMPTY)
+
+
+def first_positions(states: States) -> Int32[Array, " Q"]:
+    """Return the lowest `first_position` of each sequence's states; END if it is empty."""
+    place = streams_of_sequences(states), states.cell
+    return jnp.min(states.first_position.at[place].get(mode="fill", fill_value=END), axis=1)
 
 
 def compare_last_tokens(
@@ -174,10 +184,10 @@ def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatu
 
 
 def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return True if a sequence is empty, if `pos` is 0, or if a state at `pos - 1` is stored."""
-    empty = states.position[seq, -1] == EMPTY
-    stands = jnp.any(states.position[seq] == pos - 1) & (pos > 0)
-    return is_sequence(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
+    """Return True if no token is before `pos`, or if a state at `pos - 1` is stored."""
+    whole = pos <= first_positions(states)[seq]
+    stands = jnp.any(states.position[seq] == pos - 1)
+    return is_sequence(states, seq) & (pos >= 0) & (whole | stands)
 
 
 def seq_rm(
@@ -198,9 +208,11 @@ def _find_remaining_states(
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
     end = jnp.where(asked, states.position[:, -1], EMPTY)
     start, stop = jnp.maximum(start, 0), resolve_range_end(stop)
-    touched = (start <= end) & (start < stop)  # False for empty ranges and sequences
+    first = first_positions(states)
+    low = jnp.maximum(start, first)
+    touched = (low <= end) & (low < stop)  # False for ranges without tokens
     cut = touched & (end < stop)
-    whole = cut & (start == 0)
+    whole = cut & (start <= first)
     stands = cut & jnp.any(states.position == start - 1, axis=1)
     stays = ~cut[:, None] | (states.position < start)
     return stays, jnp.all(~touched | whole | stands)
@@ -234,6 +246,7 @@ def seq_add(
     del gap  # used with windows only
     ok = can_seq_add(states, seq, start, stop, delta)
     moves = _find_moving_states(states, seq, start, stop) & ok
+    states = _move_first_positions(states, seq, start, stop, lambda x: x + delta, ok)
     moved = _move_pairs(states, states.position + delta, moves, jnp.array(False))
     return moved, join_checks((ok, Reason.POSITION_OUT_OF_RANGE))
 
@@ -248,7 +261,7 @@ def can_seq_add(
     """Return whether `seq_add` keeps all moved positions in `[0, END)`."""
     moves = _find_moving_states(states, seq, start, stop)
     highest = jnp.max(jnp.where(moves, states.position, EMPTY))
-    start = jnp.maximum(start, 0)
+    start = jnp.maximum(start, first_positions(states)[seq])
     some = (start <= seq_pos_max(states, seq)) & (start < resolve_range_end(stop))
     return ((delta <= 0) | (highest < END - delta)) & (~some | (start + delta >= 0))
 
@@ -263,8 +276,9 @@ def seq_div(
     """Divide the positions of a sequence in a range by a divisor, rounding down."""
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]
-    position = states.position // jnp.maximum(divisor, 1)
-    moved = _move_pairs(states, position, moves, earlier)
+    number = jnp.maximum(divisor, 1)
+    states = _move_first_positions(states, seq, start, stop, lambda x: x // number, divisor > 1)
+    moved = _move_pairs(states, states.position // number, moves, earlier)
     return moved, join_checks((divisor >= 1, Reason.ARGUMENT_OUT_OF_RANGE))
 
 
@@ -278,6 +292,27 @@ def _find_moving_states(
     is_own = inside & (jnp.arange(states.sequences) == seq)[:, None]
     cells = is_occupied(states, jnp.where(is_own, states.cell, states.num_cells))
     return cells.at[streams_of_sequences(states), states.cell].get(mode="fill", fill_value=False)
+
+
+def _move_first_positions(
+    states: T,
+    seq: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    move: Callable[[jax.Array], jax.Array],
+    ok: jax.Array,
+) -> T:
+    """Update `first_position` of the states of `seq` for tokens that move, if `ok` is True."""
+    start, stop, position = jnp.maximum(start, 0), resolve_range_end(stop), states.position[seq]
+    cell = jnp.where(ok & is_sequence(states, seq), states.cell[seq], states.num_cells)
+    place = stream_of(states, seq), cell
+    first = states.first_position.at[place].get(mode="fill", fill_value=END)
+    low = jnp.maximum(first, start)
+    moves = (low <= position) & (low < stop)
+    # The lowest position of tokens that stay.
+    stays = jnp.where(first < start, first, jnp.where(stop <= position, stop, END))
+    first = jnp.where(moves, jnp.minimum(move(low), stays), first)
+    return replace(states, first_position=states.first_position.at[place].set(first, mode="drop"))
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
@@ -315,12 +350,15 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
     where = (streams_of_sequences(states), states.cell)
     put = jnp.full(states.cell_hash.shape, EMPTY).at[where].set(states.position, mode="drop")
     same = put.at[where].get(mode="fill", fill_value=EMPTY) == states.position
+    first = states.first_position.at[where].get(mode="fill", fill_value=EMPTY)
     wrong = {
         "position below -1": states.position < EMPTY,
         "position without a cell": is_present & ~celled,
         "cell without a position": celled & ~is_present,
         "cell before the first": states.cell < 0,
         "positions that do not rise": ~rises & is_present[:, :-1],
+        "first position not from 0 to the position": celled
+        & ((first < 0) | (first > states.position)),
         "one cell twice": times(states.cell) > 1,
         "shared cell with two positions": is_present & celled & ~same,
     }

@@ -59,7 +59,7 @@ class SnapshotFile:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Read an array; raise a ValueError if the array does not match the description."""
-        stored, (dtype, shape) = self._read(name), self.arrays[name]
+        (dtype, shape), stored = self.arrays[name], self._read(name)
         plain = dtype.name in _PLAIN
         form = (dtype, shape) if plain else (np.uint8, (math.prod(shape) * dtype.itemsize,))
         if (stored.dtype, stored.shape) != form:

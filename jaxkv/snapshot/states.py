@@ -48,6 +48,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     state: `[q, E + 1]` int32. Index of each state among the n saved states; n if no state.
     stream, cell: `[n]` int32. Stream index and cell index of each saved state.
     content: `[n]` uint32. Content hash of each saved state.
+    first_position: `[n]` int32. No token in each state is before it; absent in older files.
     written: `[L, n]` bool. Whether each layer wrote each state before the snapshot was saved.
     """
 
@@ -117,6 +118,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "stream": stream,
             "cell": cell,
             "content": host.content[stream, cell],
+            "first_position": host.first_position[stream, cell],
             "written": (host.layer_hash == host.cell_hash[None])[:, stream, cell],
         }
         take = partial(take_cells, streams=stream, cells=cell, read=_read_states, size=CHUNK)
@@ -130,6 +132,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         pairs = jax.ShapeDtypeStruct((saved, table.num_earlier_states + 1), jnp.int32)
         found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
+        found["first_position"] = each
         found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
         found["written"] = jax.ShapeDtypeStruct((table.layer_hash.shape[0], count), jnp.bool_)
         return found, jax.tree.map(lambda x: jax.eval_shape(_read_states, x, each, each), buffers)
@@ -156,6 +159,9 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             stands[state] == position, "position", position, "that the state has in all places"
         )
         check_values(stands[:-1] != EMPTY, "state", np.arange(size), "that a sequence keeps")
+        first = _read_first_positions(read)
+        in_range = (first >= 0) & (first <= stands[:-1])
+        check_values(in_range, "first_position", first, "from 0 to the position of the state")
 
     @staticmethod
     def assign_slots(
@@ -188,6 +194,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         stamp = np.asarray(hash_overwritten_cells(hashes, mark))
         host.cell_hash[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
+        host.first_position[streams, cells] = _read_first_positions(read)[origin]
         host.layer_hash[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
         table = jax.tree.map(jnp.asarray, host)
         return SlotAssignment(table=table, streams=streams, cells=cells, origin=origin)
@@ -197,6 +204,14 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         """Write saved states, `[n, ...]`, into the array of a layer."""
         where = placed.streams, placed.cells
         return write_cells(array, *where, new, placed.origin, write=_write_states, size=CHUNK)
+
+
+def _read_first_positions(read: Read) -> Int32[np.ndarray, " n"]:
+    """Return the saved first positions; 0 for older files."""
+    try:
+        return read("first_position")
+    except KeyError:
+        return np.zeros_like(read("stream"))
 
 
 def _take_newest_states(

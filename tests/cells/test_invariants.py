@@ -53,6 +53,8 @@ def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wr
         ("position", (0, 0), 3, "positions that do not rise"),
         ("position", (0, 0), 4, "positions that do not rise"),
         ("position", (1, 1), 4, "positions that do not rise"),
+        ("first_position", (0, 1), -1, "first position not from 0 to the position"),
+        ("first_position", (0, 1), 4, "first position not from 0 to the position"),
         ("cell", (0, 0), None, "one cell twice"),
         ("position", (2, 2), 4, "shared cell with two positions"),
     ],

@@ -94,6 +94,30 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
             twin.compare()
 
 
+@pytest.mark.parametrize("kinds", in_lanes(["r", "ar"], ["ar"]))
+def test_seq_rm_from_the_first_position_removes_the_sequence(kinds):
+    """Also after shifts and copies."""
+    twin = edit_sequences.Twin(kinds, kept=1, sequences=4, streams=2)
+    assert twin.decode([0] * 4, positions=[5, 6, 7, 8])
+    past = twin.fork()
+    for start, stop in ((5, -1), (3, 9), (5, 100)):
+        assert twin.seq_rm(0, start, stop) and twin.cache.seq_pos_max(0) == -1
+        twin.compare()
+        twin.return_to(past)
+    assert not twin.seq_rm(0, 6) and not twin.seq_rm(0, 5, 8)
+    assert twin.cache.can_resume(0, 4) and not twin.cache.can_resume(0, 6)
+    for start, stop in ((0, 3), (4, 5)):  # no token
+        assert twin.seq_rm(0, start, stop) and twin.edit("seq_add", 0, start, stop, -5)
+        assert twin.cache.seq_pos_max(0) == 8
+    twin.edit("seq_cp", 0, [1, 2])
+    assert twin.edit("seq_add", 2, 0, -1, -4) and twin.edit("seq_select", [2], [3])
+    twin.compare()
+    assert not twin.edit("seq_add", 3, 0, -1, -2)  # the first position would be negative
+    for seq, first in ((0, 5), (1, 5), (2, 1), (3, 1)):
+        assert not twin.seq_rm(seq, first + 1, -1) and twin.seq_rm(seq, first, -1)
+        twin.compare()
+
+
 def test_edits_of_hybrid_change_all_parts_or_none():
     twin = told(kept=1, counts=(6, 0), kinds="ar")
     cache, far = twin.cache, 2**31 - 1 - 3  # states after positions 4 and 5

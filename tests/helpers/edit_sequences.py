@@ -123,6 +123,15 @@ def kept_of(cache: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
     }
 
 
+def begins_of(table: States) -> dict[int, list[int]]:
+    """List `first_position` of the stored states of each sequence."""
+    first, cell = np.asarray(table.first_position), np.asarray(table.cell)
+    return {
+        seq: first[seq // table.sequences_per_stream, row[row < table.num_cells]].tolist()
+        for seq, row in enumerate(cell)
+    }
+
+
 def states_of(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
     """List positions and bytes of a sequence's states, in a cache without attention."""
     return kept_of(cache)[seq]
@@ -197,6 +206,8 @@ class Twin(reference_caches.Twin):
             for seq, states in oracle.states.items()
         }
         assert kept_of(part) == expected, jaxkv.show(self.cache)
+        begins = {seq: [s.begin for s in states] for seq, states in oracle.states.items()}
+        assert begins_of(part.table) == begins, jaxkv.show(self.cache)
 
     def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run the model; outputs of attention are not compared."""

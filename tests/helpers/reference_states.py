@@ -4,6 +4,7 @@ The oracle stores no states, only the tokens before them.
 """
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ class Kept:
     """A state, by its tokens. Sequences that share it share this object."""
 
     position: int
+    begin: int  # no token of the history is at a lower position
     history: tuple[int, ...]
     number: int  # counts all states ever made, to distinguish copies
 
@@ -45,6 +47,10 @@ class Histories(Side):
     def first(self, seq: int) -> int:
         return self.states[seq][0].position if self.states[seq] else -1
 
+    def begin(self, seq: int) -> float:
+        """No token of a sequence is at a lower position."""
+        return min((state.begin for state in self.states[seq]), default=math.inf)
+
     def reached(self, seq: int) -> int:
         return self.last(seq)
 
@@ -53,9 +59,9 @@ class Histories(Side):
 
     def can_resume(self, seq: int, pos: int) -> bool:
         """Whether a token at a position has a state before it, or needs none."""
-        if pos == 0 or self.reached(seq) < 0:
-            return pos >= 0
-        return any(state.position == pos - 1 for state in self.states[seq])
+        if 0 <= pos <= self.begin(seq):
+            return True
+        return pos > 0 and any(state.position == pos - 1 for state in self.states[seq])
 
     def holds(self, seq: int) -> list[Kept]:
         return self.states[seq]
@@ -89,12 +95,12 @@ class Histories(Side):
 
     def _cut(self, seq: int, p0: int, p1: int) -> str:
         """Classify a range of one sequence: nothing, whole, a cut, or refused."""
-        p0, end = max(p0, 0), self.reached(seq)
-        if p0 > end or 0 <= p1 <= p0:
+        first, end = max(p0, self.begin(seq)), self.reached(seq)
+        if first > end or 0 <= p1 <= first:
             return "nothing"
         if 0 <= p1 <= end:
             return "refused"
-        if p0 == 0:
+        if p0 <= self.begin(seq):
             return "whole"
         stands = any(state.position == p0 - 1 for state in self.states[seq])
         return "cut" if stands else "refused"
@@ -122,7 +128,8 @@ class Histories(Side):
         Targets in another stream get copies, which those of one stream share.
         """
         copies = self._copies()
-        there = [p for p in range(self.reached(src) + 1) if in_range(p, p0, p1)]
+        end = self.reached(src)
+        there = [p for p in range(end + 1) if p >= self.begin(src) and in_range(p, p0, p1)]
         same = [dst for dst in dsts if self.stream(dst) == self.stream(src)]
         gets = [dst for dst in dsts if dst != src and (there or dst not in same)]
         shared = [s for s in self.states[src] if there and s.position <= there[-1]]
@@ -149,15 +156,15 @@ class Histories(Side):
             if stream == self.stream(parent):
                 return list(states)
             if (stream, parent) not in made:
-                made[stream, parent] = [self._new(s.position, s.history) for s in states]
+                made[stream, parent] = [self._new(s.position, s.begin, s.history) for s in states]
                 self.written[stream] += len(states)
             return list(made[stream, parent])
 
         return given
 
-    def _new(self, position: int, history: tuple[int, ...]) -> Kept:
+    def _new(self, position: int, begin: int, history: tuple[int, ...]) -> Kept:
         self.made += 1
-        return Kept(position, history, self.made)
+        return Kept(position, begin, history, self.made)
 
     def seq_keep(self, seq: int) -> None:
         self._forget(*(other for other in self.states if other != seq))
@@ -171,8 +178,8 @@ class Histories(Side):
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> bool:
         """Move states in a range, for every sequence that shares them; none below 0."""
         p0 = max(p0, 0)
-        some = p0 <= self.last(seq) and (p1 < 0 or p0 < p1)
-        if some and p0 + delta < 0:
+        low = max(p0, self.begin(seq))
+        if low <= self.last(seq) and in_range(low, p0, p1) and low + delta < 0:
             return False
         self._move(seq, p0, p1, lambda position: position + delta, drops=False)
         return True
@@ -185,6 +192,9 @@ class Histories(Side):
     def _move(self, seq: int, p0: int, p1: int, move: Callable[[int], int], *, drops: bool) -> None:
         """Move states, drop earlier ones if asked, and those not before all later ones."""
         moved = [s for s in self.states[seq] if in_range(s.position, p0, p1)]
+        for state in self.states[seq]:
+            places = range(state.begin, state.position + 1)  # a gap counts as tokens
+            state.begin = min(move(p) if in_range(p, p0, p1) else p for p in places)
         for state in moved:
             state.position = move(state.position)
         for one, states in self.states.items():
@@ -219,7 +229,8 @@ class Histories(Side):
         for _, (seq, position, token, _) in part.tokens:
             states = self.states[seq]
             history = states[-1].history if states else ()
-            new = self._new(position, (*history, token))
+            begin = states[-1].begin if states else position
+            new = self._new(position, begin, (*history, token))
             self.states[seq] = [*states, new][-self.size :]
             self.written[self.stream(seq)] += 1
         return True

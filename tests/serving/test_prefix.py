@@ -74,6 +74,16 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
         assert store.fork(cache, [*text, 7], 1).hit == found
 
 
+def test_fork_of_a_moved_recurrent_holder_finds_nothing():
+    cache, text = states(), [1, 2, 3, 4]
+    store = PrefixStore(cache, sequences=[1])
+    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
+    cache, store, (_, miss) = store.store(cache, text, 0)
+    assert miss is Miss.NONE and store.fork(cache, [*text, 7], 0).hit[0] == 4
+    cache, ok = jaxkv.seq_add(cache, 1, 0, -1, delta=3)
+    assert ok and store.fork(cache, [*text, 7], 0).hit[0] == 0
+
+
 def test_store_knows_the_text_that_a_sequence_holds():
 
     def told(cache, some, seq=0, **more):

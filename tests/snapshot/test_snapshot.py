@@ -76,6 +76,7 @@ def belongings(cache, seq, kept=0):
             found.append((int(part.table.evicted_below[seq]), texts_of(part)[seq]))
         else:
             found.append(edit_sequences.kept_of(part)[seq][-kept:])
+            found.append(edit_sequences.begins_of(part.table)[seq][-kept:])
     return found
 
 
@@ -87,7 +88,8 @@ def unstamped(cache):
         if not isinstance(table, Cells):
             live = is_occupied(table, table.cell)
             held = (table.layer_hash == table.cell_hash[None]) & live[None]
-            table = replace(table, layer_hash=held, content=jnp.where(live, table.content, 0))
+            content, first = (jnp.where(live, x, 0) for x in (table.content, table.first_position))
+            table = replace(table, layer_hash=held, content=content, first_position=first)
         else:
             lacking = is_layer_incomplete(table).astype(np.uint32)
             content = jnp.where(table.position < 0, 0, table.content)

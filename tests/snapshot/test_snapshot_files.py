@@ -164,6 +164,21 @@ def test_inspect_reads_files_from_before_notes():
     snapshot.load(data)
 
 
+def test_load_of_states_from_before_first_positions_begins_at_0():
+    cache = recurrent_cache(1, edit_sequences.STATES)
+    batch = jaxkv.make_batch([1, 2], positions=[5, 6])
+    data = snapshot.save(jaxkv.apply(cache, jaxkv.init_batch(cache, batch)))
+    assert jaxkv.seq_rm(snapshot.load(data), 0, 5).ok
+    with open_file(data) as file:
+        arrays = {name: file[name] for name in file.arrays if not name.endswith("first_position")}
+        assert len(arrays) == len(file.arrays) - 1
+        said = {name: value for name, value in file.description.items() if name != "arrays"}
+    old = file_bytes(said, arrays)
+    for loaded in (snapshot.load(old), snapshot.load(old, into=cache)):
+        assert loaded.seq_pos_max(0) == 6
+        assert not jaxkv.seq_rm(loaded, 0, 5).ok and jaxkv.seq_rm(loaded, 0).ok
+
+
 def resigned(data, changes):
     """A file with other arrays, or values at paths of its description, and correct checksums."""
     with open_file(data) as file:
