@@ -49,16 +49,6 @@ def several(kind: Kind, max_items: int) -> Kind:
     )
 
 
-def exactly(kind: Kind, count: int) -> Kind:
-    """Return the kind of lists of a fixed number of values of a kind."""
-    return Kind(
-        words=f"a list of {count}, each {kind.words}",
-        holds=lambda value: (
-            isinstance(value, list | tuple) and len(value) == count and all(map(kind.holds, value))
-        ),
-    )
-
-
 def either(first: Kind, second: Kind) -> Kind:
     """Return the kind of values of one of two kinds."""
     return Kind(
@@ -67,8 +57,6 @@ def either(first: Kind, second: Kind) -> Kind:
     )
 
 
-WORD = Kind(words="a word", holds=lambda value: isinstance(value, str) and len(value) < 200)
-FLAG = Kind(words="true or false", holds=lambda value: isinstance(value, bool))
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxlong = 50
 TOKEN = whole(0, 2**31 - 2)

@@ -108,8 +108,7 @@ def _grows(part: jaxkv.Cache) -> bool:
 
 def _num_tokens_left(cache: jaxkv.Cache, sequence: int) -> int:
     """Return the number of additional tokens of a sequence that fit into the cache."""
-    table = cache.table
-    return int(_room(table)[sequence])
+    return int(_room(cache.table)[sequence])
 
 
 @jit_table

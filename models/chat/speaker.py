@@ -1,6 +1,6 @@
 """Computation of answers: first the uncached tokens of a conversation, then new tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -275,7 +275,7 @@ class Speaker:
             cache,
             logits=logits,
             sampler=self.sampler,
-            stop_tokens=self._stop(),
+            stop_tokens=sorted(self.model.stop_tokens),
             sequences=[conversation.sequence],
             **options,
         )
@@ -289,11 +289,8 @@ class Speaker:
             state,
             **more,
             sampler=self.sampler,
-            stop_tokens=self._stop(),
+            stop_tokens=sorted(self.model.stop_tokens),
         )
-
-    def _stop(self) -> Sequence[int]:
-        return np.asarray(sorted(self.model.stop_tokens), np.int32)
 
 
 def marks_of(chat: Chat) -> list[int]:

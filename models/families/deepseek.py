@@ -293,8 +293,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             tree["router"]["correction"] = source.tensor(f"{name}.gate.e_score_correction_bias")
         return tree
 
-    def block(i: int) -> dict:
-        layer, sparse = f"model.layers.{i}", i >= c.dense
+    def block(i: int, layer: str) -> dict:
+        sparse = i >= c.dense
         tree = {
             "attention_norm": source.norm(f"{layer}.input_layernorm"),
             "attention": attention(f"{layer}.self_attn"),
@@ -303,8 +303,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
         return tree | {"experts": experts(f"{layer}.mlp")} if sparse else tree
 
-    blocks = [block(i) for i in range(c.layers)]
-    return source.language_model(blocks, tied=c.tied)
+    return source.language_model(block, c)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:

@@ -109,7 +109,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `FalconH1`."""
     source = Sources(with_multipliers(checkpoint, config.mixer))
 
-    def block(layer: str) -> dict:
+    def block(_: int, layer: str) -> dict:
         return {
             "mix_norm": source.norm(f"{layer}.input_layernorm"),
             "attention": source.attention(f"{layer}.self_attn", kv_heads=config.kv_heads),
@@ -118,8 +118,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "feed": source.gated_feed(f"{layer}.feed_forward"),
         }
 
-    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied, norm="model.final_layernorm")
+    return source.language_model(block, config, norm="model.final_layernorm")
 
 
 def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:

@@ -108,7 +108,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `Gemma3`."""
     source = Sources(checkpoint)
 
-    def block(layer: str) -> dict:
+    def block(_: int, layer: str) -> dict:
         attention = f"{layer}.self_attn"
         return {
             "attention_norm": source.norm(f"{layer}.input_layernorm"),
@@ -119,8 +119,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "after_feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
         }
 
-    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied)
+    return source.language_model(block, config)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:

@@ -105,7 +105,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             tree[f"down{end}"] = source.tensor(f"{name}.experts.down_proj{end}")
         return tree
 
-    def block(layer: str) -> dict:
+    def block(_: int, layer: str) -> dict:
         attention = source.attention(
             f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
         )
@@ -116,8 +116,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "experts": experts(f"{layer}.mlp"),
         }
 
-    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied)
+    return source.language_model(block, config)
 
 
 layers_of = llama.layers_of

@@ -135,24 +135,16 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
-        def gate(x: np.ndarray) -> np.ndarray:
-            return x[:, : x.shape[1] // 2].swapaxes(1, 2)
-
-        def up(x: np.ndarray) -> np.ndarray:
-            return x[:, x.shape[1] // 2 :].swapaxes(1, 2)
-
-        def down(x: np.ndarray) -> np.ndarray:
-            return x.swapaxes(1, 2)
-
+        both = f"{name}.input_linear.weight"
         return {
             "router": {"weight": source.tensor(f"{name}.router.layer.weight")},
-            "gate": source.tensor(f"{name}.input_linear.weight", turn=gate),
-            "up": source.tensor(f"{name}.input_linear.weight", turn=up),
-            "down": source.tensor(f"{name}.output_linear.weight", turn=down),
+            "gate": source.tensor(both, turn=lambda x: np.split(x, 2, axis=1)[0].swapaxes(1, 2)),
+            "up": source.tensor(both, turn=lambda x: np.split(x, 2, axis=1)[1].swapaxes(1, 2)),
+            "down": source.tensor(f"{name}.output_linear.weight", turn=lambda x: x.swapaxes(1, 2)),
         }
 
-    def block(i: int) -> dict:
-        layer, bias = f"model.layers.{i}", config.bias
+    def block(i: int, layer: str) -> dict:
+        bias = config.bias
         tree = {
             "mix_norm": source.norm(f"{layer}.input_layernorm"),
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
@@ -171,8 +163,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             tree["experts"] = experts(f"{layer}.block_sparse_moe")
         return tree
 
-    blocks = [block(i) for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied)
+    return source.language_model(block, config)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

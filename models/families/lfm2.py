@@ -126,8 +126,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "output": source.linear(f"{name}.out_proj"),
         }
 
-    def block(i: int) -> dict:
-        layer = f"model.layers.{i}"
+    def block(i: int, layer: str) -> dict:
         return {
             "mix_norm": source.norm(f"{layer}.operator_norm"),
             "mixer": (
@@ -139,8 +138,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "feed": source.gated_feed(f"{layer}.feed_forward", names=("w1", "w3", "w2")),
         }
 
-    blocks = [block(i) for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied, norm="model.embedding_norm")
+    return source.language_model(block, config, norm="model.embedding_norm")
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

@@ -113,7 +113,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `Llama`."""
     source = Sources(checkpoint)
 
-    def block(layer: str) -> dict:
+    def block(_: int, layer: str) -> dict:
         attention = source.attention(
             f"{layer}.self_attn",
             kv_heads=config.kv_heads,
@@ -132,8 +132,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             ),
         }
 
-    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied)
+    return source.language_model(block, config)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:

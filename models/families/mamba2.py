@@ -214,15 +214,14 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `Mamba2`."""
     source = Sources(checkpoint)
 
-    def block(layer: str) -> dict:
+    def block(_: int, layer: str) -> dict:
         return {
             "norm": source.norm(f"{layer}.norm"),
             "mixer": mixer_weights_of(source, config.mixer, f"{layer}.mixer"),
         }
 
-    blocks = [block(f"backbone.layers.{i}") for i in range(config.layers)]
     names = {"embedding": "backbone.embeddings", "norm": "backbone.norm_f"}
-    return source.language_model(blocks, tied=config.tied, **names)
+    return source.language_model(block, config, layers="backbone.layers", **names)
 
 
 def limits_of(checkpoint: Checkpoint) -> tuple[float, float]:

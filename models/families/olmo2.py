@@ -47,7 +47,7 @@ def weights_of(checkpoint: Checkpoint, config: llama.Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `OLMo2`."""
     source = Sources(checkpoint)
 
-    def block(layer: str) -> dict:
+    def block(_: int, layer: str) -> dict:
         attention = f"{layer}.self_attn"
         return {
             "attention": source.attention(attention, kv_heads=config.kv_heads, norms="norm"),
@@ -56,8 +56,7 @@ def weights_of(checkpoint: Checkpoint, config: llama.Config) -> dict:
             "feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
         }
 
-    blocks = [block(f"model.layers.{i}") for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied)
+    return source.language_model(block, config)
 
 
 def config_of(checkpoint: Checkpoint) -> llama.Config:

@@ -208,8 +208,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "output": source.linear(f"{name}.out_proj"),
         }
 
-    def block(i: int) -> dict:
-        layer = f"model.layers.{i}"
+    def block(i: int, layer: str) -> dict:
         mixer = (
             attention(f"{layer}.self_attn") if c.attends[i] else delta_rule(f"{layer}.linear_attn")
         )
@@ -222,8 +221,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "experts": source.experts(f"{layer}.mlp", count=c.experts),
         }
 
-    blocks = [block(i) for i in range(c.layers)]
-    return source.language_model(blocks, tied=c.tied)
+    return source.language_model(block, c)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

@@ -168,8 +168,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "output": source.linear(f"{name}.linear_out", bias=True),
         }
 
-    def block(i: int) -> dict:
-        layer = f"model.layers.{i}"
+    def block(i: int, layer: str) -> dict:
         mixer = f"{layer}.temporal_block"
         return {
             "mix_norm": source.norm(f"{layer}.temporal_pre_norm"),
@@ -184,8 +183,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "feed": source.gated_feed(f"{layer}.mlp_block", bias=True),
         }
 
-    blocks = [block(i) for i in range(config.layers)]
-    return source.language_model(blocks, tied=config.tied, norm="model.final_norm")
+    return source.language_model(block, config, norm="model.final_norm")
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

@@ -1,6 +1,6 @@
 """Mapping from the tensors of a checkpoint to parameters, without reading the tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -109,15 +109,20 @@ class Sources:
 
     def language_model(
         self,
-        blocks: Sequence[dict],
+        block: Callable[[int, str], dict],
+        config: Any,
         *,
-        tied: bool,
+        layers: str = "model.layers",
         embedding: str = "model.embed_tokens",
         norm: str = "model.norm",
     ) -> dict[str, dict]:
-        """Return the tensors for a `LanguageModel`, given those of its layers."""
-        vocabulary = {"head": self.tensor(f"{embedding}.weight" if tied else "lm_head.weight")}
-        if not tied:
+        """Return the tensors for a `LanguageModel`.
+
+        The function `block` returns the tensors of a layer, given its number and name.
+        """
+        head = f"{embedding}.weight" if config.tied else "lm_head.weight"
+        vocabulary = {"head": self.tensor(head)}
+        if not config.tied:
             vocabulary["embedding"] = self.tensor(f"{embedding}.weight")
-        blocks = dict(enumerate(blocks))
+        blocks = {i: block(i, f"{layers}.{i}") for i in range(config.layers)}
         return {"vocabulary": vocabulary, "blocks": blocks, "norm": self.norm(norm)}

@@ -281,8 +281,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "feed": feed(f"{layer}.1"),
         }
 
-    def block(i: int) -> dict:
-        layer = f"decoder.block.{i}.layer"
+    def block(_: int, name: str) -> dict:
+        layer = f"{name}.layer"
         cross = f"{layer}.1.EncDecAttention"
         return {
             "mix_norm": source.norm(f"{layer}.0.layer_norm"),
@@ -301,9 +301,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         name = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return {"table": source.tensor(name)}
 
-    blocks = [block(i) for i in range(config.layers)]
     names = {"embedding": "shared", "norm": "decoder.final_layer_norm"}
-    return source.language_model(blocks, tied=config.tied, **names) | {
+    return source.language_model(block, config, layers="decoder.block", **names) | {
         "encoder_bias": bias("encoder"),
         "encoders": {i: encoder(i) for i in range(config.encoders)},
         "encoder_norm": source.norm("encoder.final_layer_norm"),

@@ -36,12 +36,6 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     )
 
 
-def _to_json(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False):
+def _to_json(value, indent=None, ensure_ascii=False, **options):
     # jinja's filter escapes characters for HTML, which a prompt is not.
-    return json.dumps(
-        value,
-        indent=indent,
-        ensure_ascii=ensure_ascii,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)

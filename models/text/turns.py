@@ -53,7 +53,8 @@ def frame_of(tokenizer: Tokenizer, instructions: Messages) -> Frame:
     first, second = _MARK + "1", _MARK + "2"
     asked = [*instructions, {"role": "user", "content": first}]
     before, _, _ = _split_at(tokenizer.chat(asked), first)
-    text = tokenizer.chat(_with_answer(asked, second))
+    answer = {"role": "assistant", "content": _MARK + "answer"}
+    text = tokenizer.chat([*asked, answer, {"role": "user", "content": second}])
     between, _, _ = _split_at(_split_at(text, _MARK + "answer")[2], second)
     # A letter is added and cut off again, since spaces at the end may be other tokens.
     head = tokenizer.prompt(before + "A", special=True)[:-1]
@@ -81,11 +82,6 @@ def tokens_of_turn(tokenizer: Tokenizer, messages: Messages) -> list[int]:
     marked = [*messages]
     marked[answers[-1]] = {"role": "assistant", "content": _MARK}
     return tokenizer.encode(_split_at(tokenizer.chat(marked), _MARK)[2], special=True)
-
-
-def _with_answer(asked: Messages, message: str) -> list[Mapping[str, str]]:
-    answer = {"role": "assistant", "content": _MARK + "answer"}
-    return [*asked, answer, {"role": "user", "content": message}]
 
 
 def _split_at(text: str, mark: str) -> tuple[str, str, str]:

@@ -28,16 +28,12 @@ _REQUIRED = (
     *("attention.layer_norm_rms_epsilon", "block_count", "context_length", "embedding_length"),
 )
 """Metadata keys that llama.cpp requires for every architecture, without the prefix."""
-_SSM = tuple(
-    f"ssm.{name}"
-    for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
-)
 _REQUIRED_IN = {
-    "falcon-h1": _SSM,
+    "falcon-h1": recurrent.SSM,
     "gpt-oss": ("attention.sliding_window", "expert_feed_forward_length"),
-    "granitehybrid": _SSM,
+    "granitehybrid": recurrent.SSM,
     "lfm2": ("shortconv.l_cache",),
-    "mamba2": _SSM,
+    "mamba2": recurrent.SSM,
 }
 _SCALING = {
     "factor": "factor",

@@ -41,7 +41,20 @@ _FAMILIES = {
     "gpt-oss": "gpt_oss",
 }
 
-_WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_WHOLE_IN = {
+    "mamba2": {
+        "token_embd.weight": "backbone.embeddings.weight",
+        "output_norm.weight": "backbone.norm_f.weight",
+    },
+    # The last norm, despite its name.
+    "lfm2": {"token_embd_norm.weight": "model.embedding_norm.weight"},
+    "falcon-h1": {"output_norm.weight": "model.final_layernorm.weight"},
+}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -160,17 +173,22 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
 
 
 def _plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a tensor; None if the architecture has no such tensor."""
+    """Return the Hugging Face name of a tensor; None if the architecture has no such tensor.
+
+    If the tensor is one half of a Hugging Face tensor, the returned name ends in `.gate` or `.up`.
+    """
+    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if found is None:
+        return (_WHOLE | _WHOLE_IN.get(arch, {})).get(name)
+    layer, part = found.groups()
     if arch in CONVERTERS:
-        return CONVERTERS[arch].plain(name, arch)
-    if name == "output.weight":
-        return "lm_head.weight"
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    layer, stem, ending = found.groups() if found else (None, "", "")
-    if layer is None:
-        return f"model.{_WHOLE[stem]}.{ending}" if stem in _WHOLE else None
-    table = _GEMMA_LAYER if arch == "gemma3" else _LAYER
-    return f"model.layers.{layer}.{table[stem]}.{ending}" if stem in table else None
+        plain = CONVERTERS[arch].LAYER[arch].get(part)
+    else:
+        stem, _, ending = part.partition(".")
+        plain = (_GEMMA_LAYER if arch == "gemma3" else _LAYER).get(stem)
+        plain = f"{plain}.{ending}" if plain and ending in ("weight", "bias") else None
+    layers = "backbone.layers" if arch == "mamba2" else "model.layers"
+    return plain and f"{layers}.{layer}.{plain}"
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:

@@ -1,6 +1,5 @@
 """GGUF files of gpt-oss, in which gate and up projections of experts are two tensors."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +18,6 @@ READ = {
 }
 """Additional metadata keys that are read, without the prefix."""
 
-_WHOLE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 _BIASED = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -31,7 +25,6 @@ _BIASED = {
     "attn_output": "self_attn.o_proj",
     "ffn_gate_inp": "mlp.router",
 }
-# Names that end in .gate and .up are parts of one tensor.
 _LAYER = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn_sinks.weight": "self_attn.sinks",
@@ -47,23 +40,12 @@ _LAYER = {
     for name, plain in _BIASED.items()
     for end in ("weight", "bias")
 }
-
-
-def plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a GGUF tensor; None for an unknown name.
-
-    If the tensor is one half of a Hugging Face tensor, the returned name ends in `.gate` or `.up`.
-    """
-    del arch
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if found is None:
-        return _WHOLE.get(name)
-    layer, part = found.groups()
-    return f"model.layers.{layer}.{_LAYER[part]}" if part in _LAYER else None
+LAYER = {"gpt-oss": _LAYER}
+"""Hugging Face names of the tensors of a layer; halves of a tensor end in `.gate` and `.up`."""
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Convert GGUF tensors, whose names were returned by `plain`, to the form of Hugging Face.
+    """Convert GGUF tensors with Hugging Face names to the form of Hugging Face.
 
     Matrices of experts are transposed. The gate and the up projection of experts are joined to one
     tensor, in which gates and up projections alternate. Raises `ModelError` if a tensor `x.gate`

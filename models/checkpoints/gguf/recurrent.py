@@ -6,7 +6,6 @@ convolutions have one dimension less. The gate and the up projection of Granite 
 (one in Hugging Face's form). The multipliers of a Falcon-H1 config are already in the weights.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,14 +17,15 @@ from models.checkpoints.ranges import LAYERS
 from models.checkpoints.tensor import Tensor, join
 from models.kinds import several, whole
 
-_SSM = {
+SSM = tuple(
     f"ssm.{name}"
-    for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
-}
+    for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
+)
+"""Metadata keys of a Mamba-2 mixer, without the prefix."""
 READ = {
-    "mamba2": _SSM,
-    "granitehybrid": _SSM
-    | {
+    "mamba2": {*SSM},
+    "granitehybrid": {
+        *SSM,
         "attention.scale",
         "embedding_scale",
         "expert_count",
@@ -35,32 +35,10 @@ READ = {
         "residual_scale",
     },
     "lfm2": {"shortconv.l_cache"},
-    "falcon-h1": _SSM,
+    "falcon-h1": {*SSM},
 }
 """Additional metadata keys that are read for an architecture, without the prefix."""
 
-_WHOLE = {
-    "mamba2": {
-        "token_embd.weight": "backbone.embeddings.weight",
-        "output_norm.weight": "backbone.norm_f.weight",
-        "output.weight": "lm_head.weight",
-    },
-    "granitehybrid": {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    },
-    "lfm2": {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "token_embd_norm.weight": "model.embedding_norm.weight",  # the last norm, despite its name
-        "output.weight": "lm_head.weight",
-    },
-    "falcon-h1": {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.final_layernorm.weight",
-        "output.weight": "lm_head.weight",
-    },
-}
 _MIXER = {
     "ssm_in.weight": "in_proj.weight",
     "ssm_conv1d.weight": "conv1d.weight",
@@ -77,8 +55,7 @@ _ATTENTION = {
     "attn_v.weight": "self_attn.v_proj.weight",
     "attn_output.weight": "self_attn.o_proj.weight",
 }
-# Two tensors with names that end in `.gate` and `.up` are the halves of one tensor.
-_LAYER = {
+LAYER = {
     "mamba2": {"attn_norm.weight": "norm.weight"}
     | {name: f"mixer.{plain}" for name, plain in _MIXER.items()},
     "granitehybrid": {
@@ -121,23 +98,11 @@ _LAYER = {
     | _ATTENTION
     | {name: f"mamba.{plain}" for name, plain in _MIXER.items()},
 }
-
-
-def plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a GGUF tensor; None for an unknown name.
-
-    If the tensor is one half of a Hugging Face tensor, the returned name ends in `.gate` or `.up`.
-    """
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if found is None:
-        return _WHOLE[arch].get(name)
-    layer, part = found.groups()
-    layers = "backbone.layers" if arch == "mamba2" else "model.layers"
-    return f"{layers}.{layer}.{_LAYER[arch][part]}" if part in _LAYER[arch] else None
+"""Hugging Face names of the tensors of a layer; halves of a tensor end in `.gate` and `.up`."""
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Convert GGUF tensors, whose names were returned by `plain`, to the form of Hugging Face.
+    """Convert GGUF tensors with Hugging Face names to the form of Hugging Face.
 
     Raises `ModelError` if a tensor `x.gate` has no second half `x.up`, or a shape is invalid.
     """
