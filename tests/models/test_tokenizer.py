@@ -269,7 +269,7 @@ def test_folder_chat_template_may_use_every_special_token(tmp_path):
     inner, names = train_byte_level(pre_tokenizers.ByteLevel()), ("pad", "sep", "unk", "mask")
     inner.add_special_tokens([f"<{name}>" for name in names])
     tokens = {f"{name}_token": f"<{name}>" for name in names}
-    template = "{{ messages[0].content }}" + "".join("{{ %s }}" % name for name in tokens)
+    template = "{{ messages[0].content }}" + "".join(f"{{{{ {name} }}}}" for name in tokens)
     held = write_folder(tmp_path / "a", inner, chat_template=template, **tokens)
     said = held.tokenizer().chat([{"role": "user", "content": "hi"}])
     assert said == "hi<pad><sep><unk><mask>"
