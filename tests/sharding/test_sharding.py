@@ -16,6 +16,7 @@ from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import slope
 from tests.cells import state_machine
 from tests.cells.test_stateful import run
+from tests.helpers import edit_sequences
 from tests.helpers.caches import Kind, assert_identical, attention_cache
 from tests.helpers.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, placed
 from tests.helpers.mistakes import assert_raises, mistakes
@@ -56,6 +57,18 @@ def test_random_verbs_of_states_on_mesh_match_oracle(name):
     options, axes = STATES[name]
     with jax.set_mesh(mesh_of(**axes)):
         run(lambda: StateVerbs(dict(sequences=4) | options), runs=6, steps=30)
+
+
+@pytest.mark.core
+def test_seq_rm_on_mesh_from_the_first_position_removes_a_copied_recurrent_sequence():
+    with jax.set_mesh(mesh_of(data=2)):
+        twin = edit_sequences.Twin("r", kept=1, sequences=4, streams=2)
+        twin.cache = placed(twin.cache)
+        assert twin.decode([0] * 3, positions=[5, 6, 7])
+        assert twin.edit("seq_cp", 0, [2])  # in the stream of the other device
+        twin.compare()
+        assert not twin.seq_rm(2, 6, -1) and twin.seq_rm(2, 5, -1)
+        twin.compare()
 
 
 MODES = [
