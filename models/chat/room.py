@@ -114,4 +114,4 @@ def _num_tokens_left(cache: jaxkv.Cache, sequence: int) -> int:
 
 @jit_table
 def _room(table: Any) -> jax.Array:
-    return table.find_fitting_sequences(jnp.zeros(table.spec.sequences, jnp.int32)).num_remaining
+    return table.find_fitting_sequences(jnp.zeros(table.spec.sequences, jnp.int32), True).num_remaining
