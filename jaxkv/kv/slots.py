@@ -84,17 +84,14 @@ def find_fitting_sequences(
         all_fit, remaining = demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream)
         return Admission(all_fit, all_fit, remaining)
     total = _sum_smallest_first(demand.reshape(cells.streams, -1))
-
-    def fit_into(num_cells: jax.Array) -> jax.Array:
-        return (total <= num_cells[:, None]).reshape(-1) | (demand == 0)
-
-    fits = fit_into(num_usable)
+    fits = (total <= num_usable[:, None]).reshape(-1)
     num_taken = jnp.where(fits, demand, 0).reshape(cells.streams, -1)
     remaining = jnp.repeat(
         num_usable - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
     )
     if cells.placement == "contiguous" and one_ubatch:
-        return Admission(fits, fit_into(longest_run(open_cells)), remaining)
+        in_one_run = (total <= longest_run(open_cells)[:, None]).reshape(-1)
+        return Admission(fits, in_one_run, remaining)
     return Admission(fits, fits, remaining)
 
 
