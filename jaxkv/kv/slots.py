@@ -73,9 +73,7 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
     return is_cell_empty(cells) | is_evictable(cells)
 
 
-def find_fitting_sequences(
-    cells: Cells, demand: Int32[Array, " Q"], one_ubatch: bool
-) -> Admission:
+def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
     """Return which sequences fit; sequences with a smaller demand get usable cells first."""
     # With contiguous placement, `fits` ignores fragmentation.
     open_cells = usable_cells(cells)
