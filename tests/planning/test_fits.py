@@ -41,8 +41,9 @@ CACHES = {
         dict(cells=5, sequences=4, streams=2),
     ),
 }
+UBATCHES = [4, 4, 4, 3]
 FEW = ["window", "full and window"]
-MORE = ["window in streams", "window in runs", "runs", "states and window"]
+RUNS = ["window in runs", "runs"]
 
 
 @functools.cache
@@ -73,8 +74,10 @@ def drawn_batch(cache, rng):
     if rng.random() < 0.3:
         rng.shuffle(ids)
     ways = [None, "equal", "sequence"] + ["simple"] * (not spec.single_sequence_rows)
-    batch = make_batch([1] * len(ids), sequences=ids)
-    return counts, batch, dict(ubatch_size=rng.choice([2, 3, 4]), split_by=rng.choice(ways))
+    # Padding to one length limits compilation.
+    ids, valid = np.pad(ids, (0, 36 - len(ids))), np.arange(36) < len(ids)
+    batch = make_batch(np.ones(36, np.int32), sequences=ids, valid=valid)
+    return counts, batch, dict(ubatch_size=rng.choice(UBATCHES), split_by=rng.choice(ways))
 
 
 def plan_kept(cache, batch, options, kept):
@@ -110,8 +113,7 @@ def assert_fits(plan, counts, subsets):
     ("name", "runs"),
     in_lanes(
         [(name, runs) for name in CACHES for runs in (12, 200)],
-        fast=[(name, 12) for name in FEW[:1]],
-        core=[(name, 12) for name in FEW[1:] + MORE],
+        core=[(name, 12) for name in FEW + RUNS],
     ),
 )
 def test_fits_of_init_batch_is_that_of_brute_force(name, runs):
@@ -131,8 +133,7 @@ def test_fits_of_init_batch_is_that_of_brute_force(name, runs):
     ("name", "runs"),
     in_lanes(
         [(name, runs) for name in CACHES for runs in (15, 200)],
-        fast=[("window", 15)],
-        core=[(name, 15) for name in ["window in streams", "window in runs", "full and window"]],
+        core=[(name, 15) for name in ["window", "window in streams"]],
     ),
 )
 def test_fits_of_plan_step_is_that_of_brute_force(name, runs):
@@ -156,7 +157,7 @@ def test_fits_of_plan_step_is_that_of_brute_force(name, runs):
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    in_lanes([(name, runs) for name in CACHES for runs in (5, 100)], core=[(FEW[0], 5)]),
+    in_lanes([(name, runs) for name in CACHES for runs in (5, 100)], core=[("window", 5)]),
 )
 def test_loop_over_fits_ends_and_serves_all_that_fit_alone(name, runs):
     """A loop plans all waiting tokens, then those that fit; some sequences end on the way."""
@@ -183,7 +184,7 @@ def test_loop_over_fits_ends_and_serves_all_that_fit_alone(name, runs):
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    in_lanes([(name, runs) for name in CACHES for runs in (3, 20)], core=[(FEW[1], 3)]),
+    in_lanes([(name, runs) for name in CACHES for runs in (3, 20)], core=[("window", 3)]),
 )
 def test_fits_of_a_traced_cache_is_at_most_one_sequence(name, runs):
     """If several ubatches free cells, a subset would need a program of its own."""
