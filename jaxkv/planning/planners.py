@@ -78,8 +78,8 @@ def init_batch(
       sequence), and `fits` `[Q]` bool. Call `apply` with each of the `ubatches`, and run the model
       after each; a plan of one ubatch can be passed as a whole. If the plan is refused, `ok` is
       False, `apply` of its ubatches has no effect, and `plan.check()` raises a `PlanRefusedError`.
-      `fits` is whether each sequence gets cells if sequences are placed one after the other: fewest
-      new tokens first, then lowest id.
+      `fits` has sequences that fit together, those with the fewest new tokens first (see `Plan`):
+      a plan of `batch.keep_sequences(plan.fits)` with the same options is not refused.
 
     Raises:
       TypeError: If `encoder` is True, and the cache has no cross-attention layers.
