@@ -108,7 +108,7 @@ def _sum_smallest_first(demand: jax.Array) -> jax.Array:
 
     ids = jax.lax.broadcasted_iota(jnp.int32, demand.shape, 1)
     demand, ids = jax.lax.sort((demand, ids), num_keys=1)
-    _, total = jax.lax.sort((ids, jnp.cumsum(demand, axis=1)), num_keys=1)
+    _, total = jax.lax.sort((ids, jnp.cumsum(demand, axis=1, dtype=jnp.int32)), num_keys=1)
     return total
 
 

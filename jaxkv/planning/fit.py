@@ -43,8 +43,7 @@ def place_one_by_one(
 
     In order of the number of new tokens, a sequence is added if the plan with it is not refused.
     """
-    members = _sequences_of_tokens(batch)
-    demand = np.bincount(members[members >= 0], minlength=table.spec.sequences)
+    demand = _count_tokens(table.spec, _sequences_of_tokens(batch))
     reason, fits = np.array(plan.reason), np.zeros(table.spec.sequences, bool)
     for seq in np.argsort(demand, kind="stable"):
         if demand[seq] and reason[seq] in (Reason.OK, Reason.OUT_OF_CELLS, Reason.FRAGMENTED):
@@ -62,7 +61,7 @@ def place_at_most_one(table: CacheTable, batch: Batch, plan: Plan, ubatch_size: 
     """
     flat, _ = flat_batch(table.spec, batch)
     members = _sequences_of_tokens(flat)
-    demand = np.bincount(members[members >= 0], minlength=table.spec.sequences)
+    demand = _count_tokens(table.spec, members)
     order = np.argsort(demand, kind="stable")[np.sum(demand == 0) :]
     width = min(ubatch_size, demand.max())
     index = np.full((order.size, -(-demand.max() // width) * width), NO_SLOT, np.int32)
@@ -102,6 +101,10 @@ def _sequences_of_tokens(batch: Batch) -> Int[np.ndarray, "B n"]:
     return np.where(valid, members, -1).reshape(batch.valid.size, -1)
 
 
+def _count_tokens(spec: TableSpec, members: Int[np.ndarray, "B n"]) -> Int32[np.ndarray, " Q"]:
+    return np.bincount(members[members >= 0], minlength=spec.sequences).astype(np.int32)
+
+
 @jit_table
 def _refuse_others(
     table: CacheTable,
@@ -115,7 +118,8 @@ def _refuse_others(
     reason = jnp.where(fits | (demand == 0), Reason.OK, reason)
     lacks = (reason == Reason.OUT_OF_CELLS) | (reason == Reason.FRAGMENTED)
     num_free = table.find_fitting_sequences(jnp.zeros_like(demand), one_ubatch=True).num_remaining
-    taken = jnp.where(fits, demand, 0).reshape(table.spec.streams, -1).sum(axis=1)
+    taken = jnp.where(fits, demand, 0).reshape(table.spec.streams, -1)
+    taken = jnp.sum(taken, axis=1, dtype=jnp.int32)
     remaining = jnp.maximum(num_free - jnp.repeat(taken, table.spec.sequences_per_stream), 0)
     return replace(
         plan,
