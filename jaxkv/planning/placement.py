@@ -60,7 +60,7 @@ def place_ubatch(
     """
     ubatch, _, (table, fault) = _choose_cells(builder, index, more, outputs)
     passed = jnp.all(builder.reason == Reason.OK)
-    reason = jnp.where(passed, jnp.max(fault), builder.reason)
+    reason = jnp.where(passed, jnp.max(fault).astype(jnp.int32), builder.reason)
     return replace(builder, table=table, reason=reason), ubatch
 
 
