@@ -185,10 +185,14 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, UNKNOWN_SEQUENCE replaces every OK.
-    fits: Whether each sequence gets cells if sequences are placed one after the other. The sequence
-      with the fewest new tokens is placed first.
+    fits: Sequences that fit together: `reason` is OK. Sequences are added one by one, fewest new
+      tokens first, then lowest id. A sequence stays if the batch of the sequences that stayed is
+      not refused, with the same `ubatch_size` and `split_by`. If any sequence fits alone, at least
+      one fits. A traced plan of several ubatches, for a cache with a window or contiguous
+      placement, has at most one such sequence of the batch.
     expected, actual: the required and the actual value for each refused sequence. The values are
-      positions or numbers of free cells, depending on the reason.
+      positions or numbers of cells, depending on the reason. The actual number of free cells is
+      that of the stream, minus the new tokens of the sequences that fit.
 
     llama.cpp: `llama_memory_context_i`.
     """

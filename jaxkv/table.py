@@ -48,8 +48,8 @@ class Admission(NamedTuple):
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
     fits_in_one_run: Like `fits`; but with contiguous placement, only the cells of the longest run
       of free cells are counted.
-    num_remaining: Number of free cells in the stream of each sequence. Without a window, the cells
-      for the sequences that fit are subtracted.
+    num_remaining: Number of free cells in the stream of each sequence, minus the cells for the
+      sequences that fit.
     """
 
     fits: Bool[Array, " Q"]
@@ -220,8 +220,12 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return which sequences fit if each sequence gets the given number of new tokens."""
+    def find_fitting_sequences(self, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
+        """Return which sequences fit if each sequence gets the given number of new tokens.
+
+        If the tokens are in several ubatches (`one_ubatch` False), only cells that no ubatch frees
+        are counted: all sequences fit into a table with a window.
+        """
 
     @assignable
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:

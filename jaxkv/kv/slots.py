@@ -73,25 +73,23 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
     return is_cell_empty(cells) | is_evictable(cells)
 
 
-def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
+def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
     """Return which sequences fit; sequences with a smaller demand get usable cells first."""
-    # With a window all sequences fit, since each ubatch evicts cells when it is placed. With
-    # contiguous placement, `fits` ignores fragmentation.
+    # With contiguous placement, `fits` ignores fragmentation.
     open_cells = usable_cells(cells)
     num_usable = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
-    if cells.window is not None:
-        all_fit = demand >= 0
-        num_usable = jnp.broadcast_to(
-            num_usable[:, None], (cells.streams, cells.sequences_per_stream)
-        )
-        return Admission(all_fit, all_fit, num_usable.reshape(-1))
-    fits = _fit_smallest_first(demand, num_usable)
+    if cells.window is not None and not one_ubatch:
+        all_fit, remaining = demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream)
+        return Admission(all_fit, all_fit, remaining)
+    total = _sum_smallest_first(demand.reshape(cells.streams, -1))
+    fits = (total <= num_usable[:, None]).reshape(-1)
     num_taken = jnp.where(fits, demand, 0).reshape(cells.streams, -1)
     remaining = jnp.repeat(
         num_usable - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
     )
-    if cells.placement == "contiguous":
-        return Admission(fits, _fit_smallest_first(demand, longest_run(open_cells)), remaining)
+    if cells.placement == "contiguous" and one_ubatch:
+        in_one_run = (total <= longest_run(open_cells)[:, None]).reshape(-1)
+        return Admission(fits, in_one_run, remaining)
     return Admission(fits, fits, remaining)
 
 
@@ -103,15 +101,15 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
     return jnp.max(here - closed, axis=1)
 
 
-def _fit_smallest_first(demand: jax.Array, num_usable: jax.Array) -> jax.Array:
-    """Return which sequences fit into `num_usable[s]` cells of stream s, smallest demand first."""
+def _sum_smallest_first(demand: jax.Array) -> jax.Array:
+    """Return for each sequence the demand of all sequences up to it in its stream, `[S, Q / S]`."""
+    if demand.shape[1] == 1:
+        return demand
 
-    def of_stream(demand: jax.Array, num_usable: jax.Array) -> jax.Array:
-        order = jnp.argsort(demand, stable=True)
-        fits = jnp.cumsum(demand[order]) <= num_usable
-        return jnp.zeros_like(fits).at[order].set(fits) | (demand == 0)
-
-    return jax.vmap(of_stream)(demand.reshape(num_usable.size, -1), num_usable).reshape(-1)
+    ids = jax.lax.broadcasted_iota(jnp.int32, demand.shape, 1)
+    demand, ids = jax.lax.sort((demand, ids), num_keys=1)
+    _, total = jax.lax.sort((ids, jnp.cumsum(demand, axis=1, dtype=jnp.int32)), num_keys=1)
+    return total
 
 
 def can_allocate(

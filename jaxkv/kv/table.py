@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -124,9 +125,10 @@ class CellTable(Cells, CacheTable):
         """Return `slots.sequence_status`, computed on each stream's device and all-gathered."""
         return map_streams_gather(self, slots.sequence_status, present)
 
-    def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
         """Return `slots.find_fitting_sequences`, computed on each stream's device and gathered."""
-        return map_streams_gather(self, slots.find_fitting_sequences, demand)
+        find = partial(slots.find_fitting_sequences, one_ubatch=one_ubatch)
+        return map_streams_gather(self, find, demand)
 
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return `cells.owns_same_cells`, computed on each stream's device and all-gathered."""

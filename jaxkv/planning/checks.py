@@ -7,6 +7,7 @@ sequence id of each pair, Q for padding; `ranks` is from `layout.rank_in_sequenc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -32,12 +33,8 @@ class PlanBuilder:
     """A plan in progress.
 
     table: Table after the ubatches whose slots are chosen so far.
-    reason: `Reason` of each sequence, from the checks before slots are chosen.
-    final_reason: `Reason` of each sequence, including faults found when slots are chosen.
-    available: Number of cells that remain in the stream of each sequence after all sequences that
-      fit are placed. With a window, the cells of these sequences are not subtracted.
-    fits_in_one_run: Whether each sequence fits into the free cells of its stream. With contiguous
-      placement, whether it fits into the longest run of these cells (see `Admission`).
+    reason: `Reason` of each sequence, from the checks before slots are chosen; the reason of the
+      first ubatch without slots if all sequences pass these checks.
     """
 
     table: CacheTable
@@ -45,15 +42,15 @@ class PlanBuilder:
     reason: Int32[Array, " Q"]
     expected: Int32[Array, " Q"]
     actual: Int32[Array, " Q"]
-    final_reason: Int32[Array, " Q"]
-    demand: Int32[Array, " Q"]
-    available: Int32[Array, " Q"]
-    fits_in_one_run: Bool[Array, " Q"]
 
 
-@jit_table
+@partial(jit_table, static_argnames="one_ubatch")
 def check_batch(
-    table: CacheTable, batch: Batch, ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]]
+    table: CacheTable,
+    batch: Batch,
+    ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
+    *,
+    one_ubatch: bool,
 ) -> PlanBuilder:
     """Check all properties of a batch that can be checked before slots are chosen."""
     count = table.spec.sequences
@@ -81,23 +78,20 @@ def check_batch(
     # remaining cells.
     if batch.shared_with is None:
         fits, fits_in_one_run, remaining = table.find_fitting_sequences(
-            jnp.where(reason == Reason.OK, demand, 0)
+            jnp.where(reason == Reason.OK, demand, 0), one_ubatch
         )
     else:
         root, demand = num_required_cells(ids, ranks[0], reason == Reason.OK, batch)
-        demand, *room = demand[root], *table.find_fitting_sequences(demand)
+        demand, *room = demand[root], *table.find_fitting_sequences(demand, one_ubatch)
         fits, fits_in_one_run, remaining = (x[root] for x in room)
-    reason = jnp.where(fits, reason, Reason.OUT_OF_CELLS)
+    lack = jnp.where(fits, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
+    reason = jnp.where(fits_in_one_run, reason, lack)
     return PlanBuilder(
         table=table,
         batch=batch,
         reason=reason,
-        expected=jnp.where(fits, expected, demand),
-        actual=jnp.where(fits, found, remaining),
-        final_reason=reason,
-        demand=demand,
-        available=remaining,
-        fits_in_one_run=fits_in_one_run,
+        expected=jnp.where(fits_in_one_run, expected, demand),
+        actual=jnp.where(fits_in_one_run, found, remaining),
     )
 
 

@@ -89,7 +89,7 @@ def _max_outputs(spec: TableSpec, batch: Batch) -> int:
 def _lay_out_concrete_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree], int]:
-    batch, valid_index = _flat_batch(spec, batch)
+    batch, valid_index = flat_batch(spec, batch)
     sequences = batch.sequences[valid_index]
     after = (
         None
@@ -135,7 +135,7 @@ def layout_single_ubatch(
     if not is_concrete(batch):
         flat, (index,), _ = lay_out_batch(spec, batch, batch.valid.size, None)
         return flat, index
-    flat, valid_index = _flat_batch(spec, batch)
+    flat, valid_index = flat_batch(spec, batch)
     size = next_power_of_two(valid_index.size)
     rows = _pad_rows_to_longest(_indices_by_sequence(flat.sequences[valid_index]), size)
     part = _pad_row_count(rows, spec)
@@ -144,7 +144,7 @@ def layout_single_ubatch(
     )
 
 
-def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
+def flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
     """Flatten a concrete batch; also return the batch indices of valid tokens, `[n]`."""
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)

@@ -39,8 +39,10 @@ def plan_single_ubatch(
 
     The array `more` is True for sequences with further tokens in later ubatches.
     """
-    builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
-    plan = finish_plan(builder)
+    builder = check_batch(table, batch, ranks, one_ubatch=True)
+    ubatch, mixed, _ = _choose_cells(builder, index, more, outputs)
+    # Sequences that pass the checks have cells.
+    plan = finish_plan(replace(builder, reason=jnp.where(mixed, Reason.MIXED_ROW, builder.reason)))
     return replace(plan, ubatches=(mask_slots(plan.ok, ubatch),))
 
 
@@ -52,7 +54,34 @@ def place_ubatch(
     *,
     outputs: int,
 ) -> tuple[PlanBuilder, Ubatch]:
-    """Choose the slots of a ubatch, and update a plan; for arguments see `plan_single_ubatch`."""
+    """Choose the slots of one of several ubatches; for arguments see `plan_single_ubatch`.
+
+    If a token gets no cell, the first such ubatch determines the reason of all sequences.
+    """
+    ubatch, _, (table, fault) = _choose_cells(builder, index, more, outputs)
+    passed = jnp.all(builder.reason == Reason.OK)
+    reason = jnp.where(passed, jnp.max(fault).astype(jnp.int32), builder.reason)
+    return replace(builder, table=table, reason=reason), ubatch
+
+
+@jit_table
+def finish_plan(builder: PlanBuilder) -> Plan:
+    """Return the `Plan`, to which the caller adds the ubatches."""
+    fits = builder.reason == Reason.OK
+    return Plan(
+        ubatches=(),
+        ok=jnp.all(fits),
+        reason=builder.reason,
+        fits=fits,
+        expected=builder.expected,
+        actual=builder.actual,
+    )
+
+
+def _choose_cells(
+    builder: PlanBuilder, index: jax.Array, more: jax.Array | None, outputs: int
+) -> tuple[Ubatch, jax.Array, tuple[CacheTable, jax.Array]]:
+    """Return a ubatch, which sequences have a mixed row, the next table, and token faults."""
     table, batch = builder.table, builder.batch
     rows = count_rows(table, *index.shape)
     index = jnp.pad(index, [(0, rows - len(index)), (0, 0)], constant_values=NO_SLOT)
@@ -63,33 +92,7 @@ def place_ubatch(
     ubatch = replace(ubatch, slots=slots)
     occupied = table.occupy(ubatch)
     after = table.stream_hash_after(ubatch, occupied)
-    ids = jnp.where(ubatch.valid, ubatch.sequences, builder.final_reason.size)
-    fault = jnp.where(jnp.all(builder.reason == Reason.OK), fault, Reason.OK)
-    reason = builder.final_reason.at[ids].max(fault, mode="drop")
-    if ubatch.shared_with is not None:
-        valid = ubatch.valid[..., None] & (ubatch.shared_with >= 0)
-        ids = jnp.where(valid, ubatch.shared_with, builder.final_reason.size)
-        reason = reason.at[ids].max(jnp.where(valid, fault[..., None], Reason.OK), mode="drop")
-    reason = jnp.where(mixed, Reason.MIXED_ROW, reason)
-    return replace(builder, table=occupied, final_reason=reason), replace(ubatch, hash_after=after)
-
-
-@jit_table
-def finish_plan(builder: PlanBuilder) -> Plan:
-    """Return the `Plan`, to which the caller adds the ubatches."""
-    reason, is_placement_fault = builder.final_reason, builder.final_reason != builder.reason
-    ok = jnp.all(reason == Reason.OK)
-    # The sequences that are not refused have enough cells, but perhaps in too short runs.
-    is_fragmented = ~ok & (reason == Reason.OK) & ~builder.fits_in_one_run
-    reason = jnp.where(is_fragmented, Reason.FRAGMENTED, reason)
-    return Plan(
-        ubatches=(),
-        ok=ok,
-        reason=reason,
-        fits=reason == Reason.OK,
-        expected=jnp.where(is_placement_fault | is_fragmented, builder.demand, builder.expected),
-        actual=jnp.where(is_placement_fault | is_fragmented, builder.available, builder.actual),
-    )
+    return replace(ubatch, hash_after=after), mixed, (occupied, fault)
 
 
 def _order_rows(

@@ -18,6 +18,7 @@ from jaxkv.core.validate import check_bool, check_count, check_int32
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.checks import check_batch, token_sequence_pairs
+from jaxkv.planning.fit import needs_only_free_cells, place_at_most_one, place_one_by_one
 from jaxkv.planning.layout import (
     MIN_OUTPUTS,
     SplitBy,
@@ -77,8 +78,8 @@ def init_batch(
       sequence), and `fits` `[Q]` bool. Call `apply` with each of the `ubatches`, and run the model
       after each; a plan of one ubatch can be passed as a whole. If the plan is refused, `ok` is
       False, `apply` of its ubatches has no effect, and `plan.check()` raises a `PlanRefusedError`.
-      `fits` is whether each sequence gets cells if sequences are placed one after the other: fewest
-      new tokens first, then lowest id.
+      `fits` has sequences that fit together, those with the fewest new tokens first (see `Plan`):
+      a plan of `batch.keep_sequences(plan.fits)` with the same options is not refused.
 
     Raises:
       TypeError: If `encoder` is True, and the cache has no cross-attention layers.
@@ -112,14 +113,26 @@ def init_batch(
         raise TypeError(f"expected a batch, got {type(batch)}; make_batch(tokens) makes one")
     if encoder:
         return _init_encoder(table, batch)
-    flat, parts, outputs = lay_out_batch(
-        table.spec, batch, check_ubatch_size(table.spec, ubatch_size), split_by
-    )
+    ubatch_size = check_ubatch_size(table.spec, ubatch_size)
+    plan_part = partial(_plan_ubatches, table, ubatch_size=ubatch_size, split_by=split_by)
+    plan = plan_part(batch)
+    if len(plan.ubatches) == 1 or needs_only_free_cells(table.spec):
+        return plan
+    if is_concrete(plan.ok):
+        return plan if plan.ok else place_one_by_one(table, batch, plan, plan_part)
+    return place_at_most_one(table, batch, plan, ubatch_size)
+
+
+def _plan_ubatches(
+    table: CacheTable, batch: Batch, ubatch_size: int, split_by: SplitBy | None
+) -> Plan:
+    """Plan a batch; with several ubatches that free cells, a refused plan has one reason."""
+    flat, parts, outputs = lay_out_batch(table.spec, batch, ubatch_size, split_by)
     ranks = rank_in_sequence(*token_sequence_pairs(flat))
     if len(parts) == 1:
         return plan_single_ubatch(table, flat, ranks, parts[0], outputs=outputs)
     # One program is compiled for each shape of a ubatch, for any number and order of ubatches.
-    builder = check_batch(table, flat, ranks)
+    builder = check_batch(table, flat, ranks, one_ubatch=False)
     ubatches = []
     for part, more in zip(parts, _sequences_with_more(table.spec, flat, parts), strict=True):
         builder, ubatch = place_ubatch(builder, part, more, outputs=outputs)

@@ -131,8 +131,9 @@ class StateTable(States, CacheTable):
         """Raise a ValueError unless states and table have equal numbers of streams and cells."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
-    def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
         """Return True for all sequences, since each new state replaces a state of its sequence."""
+        del one_ubatch
         all_fit = demand >= 0
         return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 

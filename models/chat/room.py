@@ -113,4 +113,5 @@ def _num_tokens_left(cache: jaxkv.Cache, sequence: int) -> int:
 
 @jit_table
 def _room(table: Any) -> jax.Array:
-    return table.find_fitting_sequences(jnp.zeros(table.spec.sequences, jnp.int32)).num_remaining
+    nothing = jnp.zeros(table.spec.sequences, jnp.int32)
+    return table.find_fitting_sequences(nothing, one_ubatch=True).num_remaining

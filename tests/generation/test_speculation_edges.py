@@ -19,6 +19,7 @@ from tests.helpers.caches import VOCABULARY, Kind, attention_cache, filled
 
 pytestmark = pytest.mark.core
 ROOMY = Kind("roomy", cells=48, sequences=4)
+NEAR = Kind("near", cells=6, sequences=2, windows=(jaxkv.Window.sliding(3),))
 
 
 def assert_as_decode(made, wanted):
@@ -74,6 +75,18 @@ def test_speculate_in_a_full_cache_ends_as_decode():
     made = speculated(Known.make(free, wrong=False), cache, state, num_tokens=6)
     assert_as_decode(made, wanted)
     assert made.num_drafted.tolist() == made.num_accepted.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("drafted", [[0], [0, 1]])
+def test_speculate_in_a_window_near_full_goes_on_as_decode(drafted):
+    """Each text needs three cells at a time; a draft of three tokens next to it does not fit."""
+    cache = filled(4, 3, kind=NEAR)
+    state = begun(cache, tokens=[1, 5], max_new_tokens=[9, 7])
+    wanted = decoded(cache, state, num_tokens=9)
+    assert [len(text) for text in texts(wanted)] == [9, 7]
+    free = jnp.full_like(wanted.tokens, -1).at[jnp.array(drafted)].set(wanted.tokens[drafted, :])
+    made = speculated(Known.make(free, wrong=False), cache, state, num_tokens=9)
+    assert_as_decode(made, wanted)
 
 
 def test_speculate_limit_ends_in_a_draft_as_decode():

@@ -6,6 +6,7 @@ A test of a property runs over `ALL_KINDS`: add a new kind there.
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -345,7 +346,37 @@ class Oracles(list[Side]):
         return max(oracle.reached(seq) for oracle in self)
 
     def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
-        """Plan in every part: all faults by priority, and the ubatches of the parts."""
+        """Plan in every part: all faults by priority, and the ubatches of the parts.
+
+        If several ubatches free cells or need runs, sequences are added one by one, the smallest
+        first, and stay if the batch of those that stay has cells.
+        """
+        faults, plans = self._plan(tokens, ubatch_size)
+        counts_decide = all(one.window is None and not one.contiguous for one in self.cells())
+        one_ubatch = len(self[0].cut([*tokens], ubatch_size)) == 1
+        if all(plan.ok for plan in plans) or counts_decide or one_ubatch:
+            return faults, plans
+        asks = Counter(seq for token in tokens for seq in token.owners)
+        fits, lacks = set(), {}
+        for seq in sorted(set(asks) - set(faults), key=lambda seq: (asks[seq], seq)):
+            _, again = self._plan(only(tokens, {*fits, seq}), ubatch_size)
+            found = {fault.reason for plan in again for fault in plan.faults.values()}
+            if found:
+                lacks[seq] = max(found, key=lambda name: jaxkv.Reason[name])
+            else:
+                fits.add(seq)
+        for seq, reason in lacks.items():
+            stream = self[0].stream(seq)
+            taken = sum(asks[one] for one in fits if self[0].stream(one) == stream)
+            left = min(len(one.usable(stream)) for one in self.cells()) - taken
+            faults[seq] = Fault(reason, asks[seq], max(left, 0))
+        return faults, [replace(plan, faults=faults) for plan in plans]
+
+    def cells(self) -> list[Oracle]:
+        """The oracles of the attention parts."""
+        return [oracle for oracle in self if isinstance(oracle, Oracle)]
+
+    def _plan(self, tokens: Sequence[Token], ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         options = dict(ubatch_size=ubatch_size, reached=self.reached)
         plans = [oracle.plan(tokens, **options) for oracle in self]
         # Each fault in this order is checked in all parts before the next one. A refused sequence
@@ -357,6 +388,16 @@ class Oracles(list[Side]):
                 if fault.reason in stage:
                     faults.setdefault(seq, fault)
         return faults, plans
+
+
+def only(tokens: Sequence[Token], kept: set[int]) -> list[Token]:
+    """The tokens of some sequences, as of `Batch.keep_sequences`."""
+    pairs = [(token, sorted(token.owners & kept)) for token in tokens]
+    return [
+        token._replace(sequence=owners[0], shared_with=tuple(owners[1:]))
+        for token, owners in pairs
+        if owners
+    ]
 
 
 def edit(verb: str, cache: Any, *args: Any) -> tuple[Any, Any]:

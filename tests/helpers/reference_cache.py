@@ -393,7 +393,8 @@ class Oracle(Side):
 
         Faults of position precede a pending rotation, and that precedes a lack of cells. A sequence
         with a fault needs no cells. Of the others the smallest are first, then the lower id. Those
-        that share a token are one group. See `Side.faults` and `Side.cut` for the options.
+        that share a token are one group. If one of several ubatches lacks cells, all sequences have
+        its fault. See `Side.faults` and `Side.cut` for the options.
         """
         batch = batch_rules.numbered(batch, reached)
         faults = self.faults(batch, reached)
@@ -403,37 +404,38 @@ class Oracle(Side):
             for token in batch
             if token.owners - set(faults)
         )
-        room = {seq: len(self.usable(self.stream(seq))) for seq in range(self.sequences)}
-        too_big = []
+        cut = self.cut(batch, ubatch_size)
+        room = {stream: len(self.usable(stream)) for stream in range(self.streams)}
+        run = {stream: self._longest_run(stream) for stream in range(self.streams)}
+        lacks = {}
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
-            if self.window is not None:  # only the ubatches show it
+            stream = self.stream(seq)
+            if len(cut) > 1 and self.window is not None:  # only the ubatches show it
                 continue
-            beside = [one for one in room if self.stream(one) == self.stream(seq)]
+            run[stream] -= asks[seq]
             # After one that did not fit no other of its stream fits, since none is smaller.
-            if asks[seq] <= room[seq] and not set(beside) & set(too_big):
-                for one in beside:
-                    room[one] -= asks[seq]
-            else:
-                too_big.append(seq)
-        for seq in too_big:
-            faults |= dict.fromkeys(groups[seq], Fault("OUT_OF_CELLS", asks[seq], room[seq]))
+            if asks[seq] > room[stream] or (stream, "OUT_OF_CELLS") in lacks.values():
+                lacks[seq] = stream, "OUT_OF_CELLS"
+                continue
+            room[stream] -= asks[seq]
+            if self.contiguous and len(cut) == 1 and run[stream] < 0:
+                lacks[seq] = stream, "FRAGMENTED"
+        for seq, (stream, reason) in lacks.items():
+            faults |= dict.fromkeys(groups[seq], Fault(reason, asks[seq], room[stream]))
         if faults:
-            return Plan(faults=self._apart(asks, room, groups) | faults)
+            return Plan(faults=faults)
 
         after, plan = self.fork(), Plan()
-        for tokens in self.cut(batch, ubatch_size):
+        for tokens in cut:
             slots, unplaced = after._slots(tokens)
-            for token, reason in unplaced:
-                leader = next(seq for seq, group in groups.items() if token.owners & group)
-                fault = Fault(reason, asks[leader], room[leader])
-                plan.faults |= dict.fromkeys(token.owners, fault)
-            placed = [] if unplaced else [*zip(slots, tokens, strict=True)]
-            part = Part(placed, after.digests(tokens))
+            if unplaced:
+                assert len(cut) > 1
+                reason = min(reason for _, reason in unplaced)  # FRAGMENTED before OUT_OF_CELLS
+                everyone = set().union(*(token.owners for token in batch))
+                return Plan(faults=dict.fromkeys(everyone, Fault(reason, 0, 0)))
+            part = Part([*zip(slots, tokens, strict=True)], after.digests(tokens))
             plan.parts.append(part)
-            if placed:
-                assert after.apply(part)
-        if plan.faults:
-            return Plan(faults=self._apart(asks, room, groups) | plan.faults)
+            assert after.apply(part)
         return plan
 
     def _groups(self, batch: Sequence[Token], faults: Iterable[int]) -> dict[int, set[int]]:
@@ -446,23 +448,10 @@ class Oracle(Side):
             groups += [mine.union(*joined)] if mine else []
         return {min(group): group for group in groups}
 
-    def _apart(
-        self, asks: Counter[int], room: dict[int, int], groups: dict[int, set[int]]
-    ) -> dict[int, Fault]:
-        """The sequences that may lack a run even in a batch without the others."""
-        if not self.contiguous or self.window is not None:
-            return {}
-        left = {}
-        for stream in {self.stream(seq) for seq in asks}:
-            usable = self.usable(stream)
-            runs = [[i in usable for i in range(j, self.size)] for j in range(self.size)]
-            left[stream] = max([*run, False].index(False) for run in runs)
-        apart = {}
-        for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
-            left[self.stream(seq)] -= asks[seq]
-            if left[self.stream(seq)] < 0:
-                apart |= dict.fromkeys(groups[seq], Fault("FRAGMENTED", asks[seq], room[seq]))
-        return apart
+    def _longest_run(self, stream: int) -> int:
+        usable = self.usable(stream)
+        runs = [[i in usable for i in range(j, self.size)] for j in range(self.size)]
+        return max([*run, False].index(False) for run in runs)
 
     def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
         """The cell of each token; and those without one, with the reason."""

@@ -63,7 +63,7 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
         ([0, 1, 3, 4, 6, 7, 9, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # no run of 3
         ([0, 1, 2, 4, 5, 7, 8, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # one
         ([0, 1, 2, 3, 4, 5, 7, 9], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # no run of 2
-        ([0, 1, 2, 6, 7], 4, [1] * 4 + [2] * 4, [Reason.FRAGMENTED, Reason.OUT_OF_CELLS]),
+        ([0, 1, 2, 6, 7], 4, [1] * 4 + [2] * 4, [Reason.FRAGMENTED, Reason.FRAGMENTED]),
         ([0, 1, 2, 6, 7], 4, [1] * 4, [Reason.FRAGMENTED, Reason.OK]),
         ([0, 1, 2, 6, 7], 4, [1] * 3 + [2] * 4, [Reason.OK, Reason.OUT_OF_CELLS]),  # a run for 1
     ],

@@ -121,3 +121,16 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     engine.submit(request)
     (result,) = engine.results()
     assert len(result.tokens) == 5
+
+
+def test_refused_plan_of_several_ubatches_keeps_dtypes(wide):
+    cache = attention_cache(
+        layers=1, kv_heads=1, head_dim=4, cells=5, sequences=2, window=jaxkv.Window.sliding(3)
+    )
+    plan = partial(
+        jaxkv.init_batch, batch=make_batch([[1] * 6, [1] * 4]), ubatch_size=4, split_by="equal"
+    )
+    for refused in (plan(cache), jax.jit(plan)(cache)):
+        answers = refused.reason, refused.expected, refused.actual
+        assert [x.tolist() for x in answers] == [[1, 0], [6, 0], [1, 0]]
+        assert {x.dtype for x in answers} == {jnp.dtype("int32")}
