@@ -43,6 +43,10 @@ def test_generate_equals_calls_in_a_row():
     assert run(padded, sampler=WARM, seed=3).lists() == out.lists()
 
 
+def test_generate_makes_cells_for_its_longest_prompt():
+    assert [*map(len, run([[1], [2] * 65], max_new_tokens=1).lists())] == [1, 1]
+
+
 def test_generate_on_tokens_streams_same_texts():
     heard = {text: [] for text in range(3)}
     calls = []

@@ -130,10 +130,10 @@ def _find_first_accepted(
 ) -> tuple[Int32[Array, " Z"], Float[Array, "Z V"]]:
     """Return the first accepted token of k draft tokens, and logits of a replacement token.
 
-    The token is -1 if none is accepted. After each rejection, the model probabilities p become
-    max(p - q, 0), normalised. Then the probability of the rejected token in the draft
-    probabilities q becomes 0, and q is normalised, since draft tokens are drawn without
-    replacement (Jeon et al., 2024, arXiv:2402.14160).
+    The token is -1 if none is accepted. Otherwise the logits are not meaningful. After each
+    rejection, the model probabilities p become max(p - q, 0), normalised. Then the probability of
+    the rejected token in the draft probabilities q becomes 0, and q is normalised, since draft
+    tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)
@@ -144,10 +144,9 @@ def _find_first_accepted(
         asks = asked[:, i] & (accepted < 0)
         holds = asks & (chance * at_guess(q)[:, 0] < at_guess(p)[:, 0])
         accepted = jnp.where(holds, guessed, accepted)
-        fails = (asks & ~holds)[:, None]
         is_guess = jax.nn.one_hot(guessed, q.shape[1], dtype=bool)
         p, q = (
-            jnp.where(fails, _normalise_residual(rest, x), x)
+            jnp.where(asks[:, None], _normalise_residual(rest, x), x)
             for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(is_guess, 0, q), q))
         )
     some = jnp.max(adjusted, axis=1, keepdims=True) > -jnp.inf
