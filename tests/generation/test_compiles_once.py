@@ -166,14 +166,21 @@ def longest():
     return lambda: [text(length) for length in range(1, 22)]
 
 
+def a_token_more_than_a_ubatch():
+    cache = Kind("pool", cells=23, sequences=4).make()  # planned by no other test
+    generation.warm_up(forward, None, cache, ubatch_size=1, longest=2)
+    return lambda: jaxkv.prefill(forward, None, cache, make_batch([1, 2]), ubatch_size=1)
+
+
 WARMED: dict[str, Callable] = {
     "prompts-streams": partial(prompts, SPLIT),
     "prompts-hybrid": partial(prompts, kinds.TWO),
     "longest": longest,
+    "two-ubatches": a_token_more_than_a_ubatch,
 }
 
 
-@pytest.mark.parametrize("what", in_lanes(WARMED, fast=["longest"]))
+@pytest.mark.parametrize("what", in_lanes(WARMED, fast=["longest", "two-ubatches"]))
 def test_warm_up_leaves_nothing_to_compile(what):
     use = WARMED[what]()
     with counting(traces=True) as heard:
