@@ -126,6 +126,12 @@ def test_filters_hide_at_any_temperature():
     assert not np.isnan(left).any()
 
 
+def test_temperature_of_zero_for_one_text_divides_by_no_zero():
+    sampler = make_sampler(temperature=[0, 1])
+    with jax.debug_nans(True):
+        sampler.adjust(jnp.stack([LOGITS, LOGITS]), ())
+
+
 @pytest.mark.parametrize("odd", [jnp.inf, jnp.nan])
 def test_filters_turned_off_for_one_text_leave_it_alone(odd):
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)

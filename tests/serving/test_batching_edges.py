@@ -1,12 +1,14 @@
 """An engine at its edges: few cells, requests that end in a step that refuses others, chunks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv.serving.engine import FinishReason, Request
 from jaxkv.serving.prefill_chunks import PromptPart, chunk_shapes, cut_chunk
-from jaxkv.serving.request import make_batch_sampler
+from jaxkv.serving.request import check_config, make_batch_sampler
 from tests.helpers.caches import Kind
 from tests.serving import servers
 from tests.serving.servers import POOL, STREAMS, alone, engine_of, placed, run
@@ -29,6 +31,13 @@ def test_submit_of_a_request_for_more_cells_than_a_stream_raises(kind, reserve):
     assert not engine.busy
     (result,) = run(engine, [Request(prompt=[1] * kind.cells, max_new_tokens=1)])
     assert result.tokens.size == 1 and result.reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("ubatch_size, chunk", [(None, 128), (8, 8)])
+def test_default_chunk_is_within_the_ubatch_size_of_the_cache(ubatch_size, chunk):
+    spec = replace(POOL.make().table.spec, ubatch_size=ubatch_size)
+    options = dict(sampling_options=(), penalty_last_n=1, max_stop_tokens=0, constraint=None)
+    assert check_config(spec, prefill_chunk=None, tokens_per_step=1, **options).prefill_chunk == chunk
 
 
 def test_stop_tokens_of_a_request_up_to_the_maximum():

@@ -123,8 +123,7 @@ class TreeDraftModel(DraftModel):
         table, buffers = self.cache.table, self.cache.buffers
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= num_cached[:, None])[:, None]
-        same = jnp.all(same, axis=2) & (self.sequences < table.spec.sequences)
-        branch = jnp.argmax(same, axis=1).astype(jnp.int32)
+        branch = jnp.argmax(jnp.all(same, axis=2), axis=1).astype(jnp.int32)
         table = token_tree.keep_branch(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))
         return super(TreeDraftModel, kept).update(sequences, at, fed, num_cached)

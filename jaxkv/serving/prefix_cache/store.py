@@ -209,7 +209,7 @@ class PrefixStore:
         """
         max_cells, store = check_count(cells, "cells", low=0), self
         self._check_made_for(cache)
-        while store.prompts and store.num_used_cells(cache) > max_cells:
+        while store.num_used_cells(cache) > max_cells:
             cache, store = store.evict_prompt(cache, store.prompts[0])
         return EvictResult(cache, store)
 
