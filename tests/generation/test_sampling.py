@@ -126,6 +126,11 @@ def test_filters_hide_at_any_temperature():
     assert not np.isnan(left).any()
 
 
+def test_make_sampler_of_the_ends_of_ranges():
+    sampler = make_sampler(min_p=1, top_p=1, top_k=0)
+    assert (sampler.min_p, sampler.top_p, sampler.top_k) == (1, None, None)
+
+
 def test_temperature_of_zero_for_one_text_divides_by_no_zero():
     sampler = make_sampler(temperature=[0, 1])
     with jax.debug_nans(True):

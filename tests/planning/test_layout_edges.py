@@ -47,6 +47,7 @@ def test_rows_are_padded_up_to_a_number_of_tokens():
     assert len(shapes([9, 1, 1, 1, 1], 13)) > 1  # 65 tokens with padding
     assert shapes([48, 40, 40], 256) == [(4, 64)]
     assert len(shapes([48, 40, 40], 160)) > 1
+    assert shapes([64, 64, 64, 32], 256) == [(4, 64)]  # else 128 tokens, then 96
 
 
 @pytest.mark.parametrize("kind", [ROWS, WIDE], ids=str)
