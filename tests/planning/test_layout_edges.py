@@ -7,8 +7,9 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from jaxkv.planning.layout import lay_out_batch
-from tests.helpers.caches import WIDE, Kind
+from jaxkv.planning.layout import count_rows, lay_out_batch
+from tests.helpers.caches import WIDE, Kind, recurrent_cache
+from tests.helpers.meshes import RULES, mesh_of
 
 pytestmark = pytest.mark.core
 
@@ -55,3 +56,11 @@ def test_lay_out_batch_cuts_as_told(kind):
     assert shapes([3, 2], 8, "sequence", kind) == [(1, 4), (1, 2)]
     assert shapes([3, 2], 8, "equal", kind) == [(2, 2), (1, 1)]
     assert shapes([3, 2], 8, "simple", WIDE) == [(1, 8)]
+
+
+@pytest.mark.parametrize("rows, tokens, count", [(1, 1, 4), (2, 2, 4), (1, 2, 1)])
+def test_rows_of_states_on_a_mesh_are_all_sequences_if_no_device_computes_more(rows, tokens, count):
+    cache = recurrent_cache(1, {"x": ((), jnp.float32)}, sequences=4, streams=4, max_rollback=0)
+    table = cache.table.with_sharding_rules(RULES)
+    with jax.set_mesh(mesh_of(data=2)):
+        assert count_rows(table, rows, tokens) == count
