@@ -211,7 +211,8 @@ def test_extend_that_cannot_be_changes_nothing():
     pending = jaxkv.seq_add(cache, 0, 0, -1, delta=2).cache
     shared = jaxkv.seq_cp(cache, 1, 2, 7, 8).cache
     far = jaxkv.seq_add(cache, 1, 0, -1, delta=2**30).cache
-    cases = [(pending, 1, 3), (pending, 1, -2), (pending, 1, 10), (shared, 1, 0), (shared, 2, 0)]
+    cases = [(pending, 1, 3), (pending, 1, -2), (pending, 1, 10), (cache, 0, 4)]
+    cases += [(shared, 1, 0), (shared, 2, 0)]
     for cache, seq, done in [*cases, (far, 1, 0), (far, 1, 2**30)]:
         after, ok, now = extend(cache, seq, done)
         assert not ok and now == done, (seq, done)
