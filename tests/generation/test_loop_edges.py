@@ -78,6 +78,17 @@ def test_score_of_rows_with_padding_anywhere(prompts):
         np.testing.assert_allclose(lists[i, : len(text)], wanted[i][rows[i] >= 0], atol=1e-5)
 
 
+def test_score_computes_logits_of_the_last_token_of_a_prompt_alone():
+    sizes = []
+
+    def counted(params, cache, ubatch):
+        sizes.append(ubatch.outputs.size)
+        return by_previous(params, cache, ubatch)
+
+    jaxkv.score(counted, TABLE, [[1, 2]], prompts=[[0] * 17], spec=SPEC)
+    assert sizes == [8, 8]  # the fewest that a ubatch has
+
+
 def test_beam_without_an_allowed_token_ends_with_what_it_has():
     def masked(params, cache, ubatch):
         cache, logits = by_previous(params, cache, ubatch)
