@@ -158,11 +158,8 @@ def _build_chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
         num_outputs = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
         ranks = rank_in_sequence(batch.sequences, batch.valid)
-        is_fed, ended = (
-            jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")
-            for which in (batch.valid, batch.outputs)
-        )
-        plan = plan_single_ubatch(table, batch, ranks, index, is_fed & ~ended, outputs=num_outputs)
+        ended = jnp.zeros(count, bool).at[batch.sequences].max(batch.outputs, mode="drop")
+        plan = plan_single_ubatch(table, batch, ranks, index, ~ended, outputs=num_outputs)
         ubatch = plan.ubatches[0]
         cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)

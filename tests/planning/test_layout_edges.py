@@ -64,3 +64,8 @@ def test_rows_of_states_on_a_mesh_are_all_sequences_if_no_device_computes_more(r
     table = cache.table.with_sharding_rules(RULES)
     with jax.set_mesh(mesh_of(data=2)):
         assert count_rows(table, rows, tokens) == count
+
+
+def test_row_of_padding_is_of_a_sequence_of_the_cache():
+    ubatch = jaxkv.init_batch(ROWS.make(), make_batch([[1], [2], [3]])).ubatch
+    assert ubatch.row_sequence.tolist() == ubatch.row_stream.tolist() == [0, 1, 2, 0]

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.serving.engine import FinishReason, Request
+from jaxkv.serving.engine import Engine, FinishReason, Request
 from jaxkv.serving.prefill_chunks import PromptPart, chunk_shapes, cut_chunk
 from jaxkv.serving.request import check_config, make_batch_sampler
-from tests.helpers.caches import Kind
+from tests.helpers.caches import Kind, attention_cache
 from tests.serving import servers
 from tests.serving.servers import POOL, STREAMS, alone, engine_of, placed, run
 
@@ -37,7 +38,9 @@ def test_submit_of_a_request_for_more_cells_than_a_stream_raises(kind, reserve):
 def test_default_chunk_is_within_the_ubatch_size_of_the_cache(ubatch_size, chunk):
     spec = replace(POOL.make().table.spec, ubatch_size=ubatch_size)
     options = dict(sampling_options=(), penalty_last_n=1, max_stop_tokens=0, constraint=None)
-    assert check_config(spec, prefill_chunk=None, tokens_per_step=1, **options).prefill_chunk == chunk
+    assert (
+        check_config(spec, prefill_chunk=None, tokens_per_step=1, **options).prefill_chunk == chunk
+    )
 
 
 def test_stop_tokens_of_a_request_up_to_the_maximum():
@@ -104,6 +107,22 @@ def test_sampler_of_requests_has_the_filters_that_one_asks_for(sampling, filters
     options = dict(sampling_options=frozenset(names), penalty_last_n=4)
     sampler = make_batch_sampler([None, request], **options)
     assert [name for name in names if getattr(sampler, name) is not None] == filters
+
+
+@pytest.mark.parametrize("length, reason", [(8, "LENGTH"), (9, "NONFINITE_LOGITS")])
+def test_prompt_of_two_chunks_ends_if_a_model_attends_ahead(length, reason):
+    """Tokens of the first chunk would attend to tokens of the second."""
+
+    def ahead(params, cache, ubatch):
+        x = jnp.ones((*ubatch.valid.shape, 1, 1))
+        for layer in range(2):
+            cache, x = jaxkv.attend(cache, layer, ubatch, x, x, x, causal=False)
+        return cache, jnp.tile(x.reshape(-1, 1)[ubatch.outputs], 3)
+
+    cache = attention_cache(layers=2, kv_heads=1, head_dim=1, cells=16, sequences=1)
+    engine = Engine(ahead, None, cache, prefill_chunk=8)
+    (result,) = run(engine, [Request(prompt=[1] * length, max_new_tokens=1)])
+    assert result.reason == FinishReason[reason]
 
 
 def test_stop_token_in_the_middle_of_a_step_ends_a_request():
