@@ -78,7 +78,7 @@ KNOWN_BY = {
     "decode generate prefill sampling logits score sliding beams compiles_once",
     "jaxkv/generation/speculative/*.py": "speculation_edges speculation speculation_models "
     "loop_contract loop_arguments nothing",
-    "jaxkv/serving/*.py": "batching_edges batching batching_store prefix",
+    "jaxkv/serving/*.py": "batching_edges batching batching_store prefix loop_arguments",
     "jaxkv/serving/prefix_cache/*.py": "prefix batching_store",
 }
 """The mutated code, as patterns of its files, and the tests of each."""

@@ -150,6 +150,15 @@ def test_tree_draft_model_says_what_decode_says():
     assert made.num_accepted.tolist() == [4, 2] and made.num_model_steps.tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("cells, fits", [(8, True), (3, False)])
+def test_tree_draft_model_proposes_in_every_sequence_if_its_cache_has_cells(cells, fits):
+    cache = filled(3, kind=Kind("pair", cells=cells, sequences=2))
+    options = dict(num_branches=2, batch_size=1, num_draft_tokens=2)
+    draft = generation.draft_model(forward, None, cache, **options)
+    _, guess = draft.propose(BEST, begun(cache, tokens=[1]), jnp.ones(1, bool), jnp.array([3]))
+    assert guess.valid.tolist() == [[[fits, fits]] * 2]
+
+
 def test_branches_take_free_sequences_of_the_stream():
     cache = filled(1, 0, 0, 0, 1, 1, 0, 1, kind=Kind("two", cells=8, sequences=8, streams=2))
     found = token_tree.assign_branch_sequences(cache.table, jnp.array([4, 0]), 3)
