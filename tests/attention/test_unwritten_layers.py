@@ -112,6 +112,8 @@ def test_stream_that_lacks_nothing_goes_on_beside_one_that_does():
     cache, _ = step(cache, plan(cache, 1, 0, 0), (0,))
     out = step(cache, plan(cache, 1))[1][1]
     assert np.isnan(out).any(axis=(1, 2, 3)).tolist() == [True, False, False]
+    beside = step(cache, plan(cache, 0, 1))[1][1]  # no token of the stream that lacks some
+    assert not np.isnan(beside).any()
 
 
 def test_copy_brings_nothing_that_its_source_does_not_lack():

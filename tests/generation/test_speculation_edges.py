@@ -203,6 +203,11 @@ def test_rejected_drafts_leave_what_the_model_has_in_addition():
         )
         assert accepted.tolist() == [-1]
         np.testing.assert_allclose(jnp.exp(logits)[0], rest, atol=1e-6)
+    same = jnp.log(jnp.array([[0.5, 0.5, 0.0]]))  # nothing is left of p, so all of it is
+    options = dict(asked=jnp.array([[True]]), drawn_from=same, keys=keys)
+    accepted, logits = _find_first_accepted(same, jnp.array([[2]]), **options)
+    assert accepted.tolist() == [-1]
+    np.testing.assert_allclose(jnp.exp(logits)[0], [0.5, 0.5, 0.0], atol=1e-6)
     asks = dict(asked=jnp.array([[True, True]]), drawn_from=jnp.log(q), keys=keys)
     certain = jnp.log(jnp.array([[0.0, 1.0, 0.0]]))
     accepted, _ = _find_first_accepted(certain, jnp.array([[0, 1]]), **asks)
