@@ -156,7 +156,7 @@ def _build_chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
             outputs=chunk.ends.reshape(-1),
         )
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
-        num_outputs = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
+        num_outputs = shape[0] if table.spec.single_sequence_rows else count
         ranks = rank_in_sequence(batch.sequences, batch.valid)
         ended = jnp.zeros(count, bool).at[batch.sequences].max(batch.outputs, mode="drop")
         plan = plan_single_ubatch(table, batch, ranks, index, ~ended, outputs=num_outputs)

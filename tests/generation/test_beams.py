@@ -238,3 +238,17 @@ def test_too_many_beams_raise():
         generation.beam(
             think, None, cache, np.zeros(2**16, np.float32), num_beams=2**16, num_tokens=1
         )
+
+
+def test_beams_of_fewer_than_2_31_extensions_are_traced():
+    count = 2**15  # 2**30 extensions
+    spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
+    cache = jaxkv.make_cache(spec, cells=2, sequences=count)
+
+    def model(params, cache, ubatch):
+        x = jnp.zeros((*ubatch.valid.shape, 1, 1))
+        cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
+        return cache, jnp.zeros((ubatch.outputs.size, count))
+
+    search = partial(generation.beam, model, None, num_beams=count, num_tokens=1)
+    assert jax.eval_shape(search, cache, jnp.zeros(count)).scores.shape == (count,)

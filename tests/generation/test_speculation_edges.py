@@ -184,6 +184,19 @@ def test_verified_branches_are_those_that_agree_with_the_text_so_far():
     assert 16 < (made[:, 1] == 0).sum() < 48 and set(made[:, 1].tolist()) == {0, 2}
 
 
+def test_verified_branches_of_a_greedy_sampler_have_its_tokens():
+    """A drafter may return logits also for a sampler that draws nothing."""
+    tokens, rows = jnp.array([[[0], [2]]]), 8
+    draft = DraftTokens(
+        jnp.repeat(tokens, rows, axis=0), jnp.ones((rows, 2, 1), bool), jnp.zeros((rows, 2, 1, 3))
+    )
+    cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=8, sequences=rows)
+    state = begun(cache, tokens=[0] * rows, sequences=range(rows))
+    logits = jnp.broadcast_to(jnp.array([0.0, 0.1, 0.0]), (rows, 3, 3))
+    made, *_ = verify_branches(BEST, logits, draft, state, jnp.ones(rows, bool))
+    assert (made[:, 0] == 1).all()
+
+
 def test_tree_draft_model_with_fewer_tokens_than_branches_raises():
     cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=32, sequences=8)
     cache, *_ = jaxkv.prefill(by_table, jnp.ones((4, 4)), cache, make_batch([1]))

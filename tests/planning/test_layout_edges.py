@@ -36,6 +36,12 @@ def test_outputs_are_padded_to_a_power_of_two(count, size):
     assert jaxkv.init_full(cache, outputs=count).ubatch.outputs.shape == (size,)
 
 
+@pytest.mark.parametrize("ubatch_size, tokens", [(4, 1), (10, 2)])
+def test_init_full_has_as_many_tokens_in_a_row_as_fit(ubatch_size, tokens):
+    ubatch = jaxkv.init_full(ROWS.make(), ubatch_size=ubatch_size).ubatch
+    assert ubatch.tokens.shape == (5, tokens)
+
+
 def shapes(lengths, ubatch_size, split_by=None, kind=ROWS):
     batch = make_batch([[1] * length for length in lengths])
     _, parts, _ = lay_out_batch(kind.make().table.spec, batch, ubatch_size, split_by)
