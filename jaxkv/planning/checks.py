@@ -69,7 +69,7 @@ def check_batch(
     )
     reason, expected, found = _find_faults(batch, ids, valid, ranks, last, has_diverged)
     for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
-        at_fault = here & at_fault & (reason == Reason.OK)
+        at_fault &= reason == Reason.OK
         reason = jnp.where(at_fault, code, reason)
         found = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, found)
     reason = jnp.where(foreign & (reason == Reason.OK), Reason.UNKNOWN_SEQUENCE, reason)

@@ -57,6 +57,12 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
         assert {*map(str, numbers)} <= {word.strip(":,;") for word in line.split()}, line
 
 
+def test_init_batch_beside_a_sequence_with_pending_shifts_is_ok():
+    cache = jaxkv.seq_add(filled(2, 2), 1, 0, -1, delta=1).cache
+    assert not init_batch(cache, make_batch([1], sequences=0)).reason.any()
+    assert init_batch(cache, make_batch([1], sequences=1)).reason[1] == Reason.SHIFT_PENDING
+
+
 @pytest.mark.parametrize(
     ("free", "size", "sequences", "wanted"),
     [

@@ -110,8 +110,7 @@ def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
     """Return a mask `[block]`: False at `index[i]` if `found[i]` is not `expected[index[i]]`."""
-    here = (index >= 0) & (index < BLOCK)
-    differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
+    differs = (index >= 0) & (found != expected.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")
 
 
