@@ -182,7 +182,7 @@ def generate(
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
     )
     parts, num_remaining = [_report_tokens(out, on_tokens)], max_new_tokens - 1
-    while num_remaining and np.asarray(out.state.active).any():
+    while np.asarray(out.state.active).any():
         size = num_remaining if on_tokens is None else min(tokens_per_call, num_remaining)
         options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
         args = forward, params, out.cache, out.state

@@ -172,7 +172,7 @@ def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
     """Add rows of padding up to a power of two, so that few shapes are compiled."""
     num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
-        num_rows = max(min(num_rows, spec.sequences), len(part))
+        num_rows = min(num_rows, spec.sequences)
     return np.pad(part, [(0, num_rows - len(part)), (0, 0)], constant_values=NO_SLOT)
 
 

@@ -121,7 +121,7 @@ def cut_chunk(
         chunk.tokens[where] = part.tokens[:n]
         chunk.sequences[where] = part.sequence
         chunk.valid[where] = True
-        if n and n == len(part.tokens):
+        if n == len(part.tokens):
             chunk.ends[where[0], where[1].stop - 1] = True
         place += n
     return chunk, counts + [0] * (len(parts) - len(counts))

@@ -62,6 +62,13 @@ def test_generate_on_tokens_streams_same_texts():
     np.testing.assert_allclose(out.logprobs, wanted.logprobs, atol=1e-6)
 
 
+def test_generate_counts_drafts_of_all_calls():
+    drafter = generation.prompt_lookup(PROMPTS, ngram=1, num_draft_tokens=2)
+    out = run(drafter=drafter, on_tokens=lambda *_: None, tokens_per_call=3)
+    counts = out.num_model_steps + out.num_accepted
+    assert counts.tolist() == [len(text) - 1 for text in out.lists()]
+
+
 def test_generate_samples_fork_their_prompt():
     out = run(PROMPTS[:2], sampler=WARM, num_samples=2, seed=[1, 2, 1, 5])
     for row, i, seed in ((1, 0, 2), (3, 1, 5)):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_batch
+from jaxkv import Window, make_batch
 from jaxkv.planning.layout import count_rows, lay_out_batch
 from tests.helpers.caches import WIDE, Kind, recurrent_cache
 from tests.helpers.meshes import RULES, mesh_of
@@ -36,6 +36,11 @@ def test_outputs_are_padded_to_a_power_of_two(count, size):
     assert jaxkv.init_full(cache, outputs=count).ubatch.outputs.shape == (size,)
 
 
+def test_padding_is_no_output():
+    batch = make_batch([1] * 9, outputs=np.arange(9) < 8)
+    assert lay_out_batch(WIDE.make().table.spec, batch, 512, None)[2] == 8
+
+
 @pytest.mark.parametrize("ubatch_size, tokens", [(4, 1), (10, 2)])
 def test_init_full_has_as_many_tokens_in_a_row_as_fit(ubatch_size, tokens):
     ubatch = jaxkv.init_full(ROWS.make(), ubatch_size=ubatch_size).ubatch
@@ -55,6 +60,11 @@ def test_rows_are_padded_up_to_a_number_of_tokens():
     assert shapes([48, 40, 40], 256) == [(4, 64)]
     assert len(shapes([48, 40, 40], 160)) > 1
     assert shapes([64, 64, 64, 32], 256) == [(4, 64)]  # else 128 tokens, then 96
+
+
+def test_rows_are_not_padded_if_a_part_evicts_cells():
+    window = Kind("hybrid", cells=64, sequences=5, streams=5, windows=(None, Window.sliding(3)))
+    assert len(shapes([9, 1, 1, 1], 13, kind=window)) > 1
 
 
 @pytest.mark.parametrize("kind", [ROWS, WIDE], ids=str)

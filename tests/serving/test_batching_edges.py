@@ -70,6 +70,24 @@ def test_request_that_ends_leaves_its_cells_to_a_refused_one():
     assert [result.id for result in results] == [first, second]
 
 
+def test_requests_need_cells_for_as_many_tokens_as_they_may_generate():
+    engine = engine_of(POOL, reserve=False)
+    for seed in (1, 2):
+        engine.submit(Request(prompt=servers.tokens(12, seed), max_new_tokens=1))
+    engine._schedule.admit()
+    assert placed(engine) == 2
+
+
+def test_requests_in_a_window_need_cells_for_a_token_of_each():
+    """Each of 3 texts attends to 2 cells, and all get a token in one step."""
+    kind = Kind("window", cells=10, sequences=4, windows=(jaxkv.Window.sliding(3),))
+    engine = engine_of(kind, prefill_chunk=1)
+    for seed in range(4):
+        engine.submit(Request(prompt=servers.tokens(6, seed), max_new_tokens=4))
+    engine._schedule.admit()
+    assert placed(engine) == 3
+
+
 def test_request_waits_for_the_cells_of_a_chunk_in_a_window():
     kind = Kind("window", cells=11, sequences=2, windows=(jaxkv.Window.sliding(3),))
     for chunk, count in ((8, 1), (4, 2)):
