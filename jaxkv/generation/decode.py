@@ -174,8 +174,8 @@ def _decode(
         new = SampledTokens(token, logprob)
         samples = jax.tree.map(lambda all_, column: all_.at[:, i].set(column), samples, new)
         # A refused step leaves the cache unchanged. A sequence that does not fit ends; the other
-        # sequences repeat the step.
-        refused = state.active & ~plan.ok & ~plan.fits[state.sequence]
+        # sequences repeat the step. Sequences without a token in the step fit.
+        refused = ~plan.fits[state.sequence]
         state = replace(
             state,
             active=state.active & ~refused,

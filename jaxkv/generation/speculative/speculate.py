@@ -358,7 +358,7 @@ def _feed_and_verify(
         cache, _ = seq_rm(cache, state.sequence, *cut)
     # A refused step leaves the cache unchanged. A sequence that did not fit gets no more drafts; if
     # the sequence had no draft, it ends.
-    refused = active & ~plan.ok & ~plan.fits[state.sequence]
+    refused = ~plan.fits[state.sequence]
     dead = refused & ~guessed
     state = replace(
         state,
