@@ -109,6 +109,12 @@ def test_beam_without_an_allowed_token_ends_with_what_it_has():
         np.testing.assert_allclose(score, sum(chances[pair] for pair in pairs), atol=1e-4)
 
 
+def test_beam_search_of_more_beams_than_tokens_leaves_beams_empty():
+    search, none = init_search(3, 1), np.zeros(0, np.int32)
+    _, after = advance_search(search, jnp.zeros((3, 2)), none, jnp.float32(1))
+    assert after.living.tokens[:, 0].tolist() == [0, 1, -1]
+
+
 def test_beam_search_drops_a_beam_without_an_allowed_token():
     search = init_search(2, 3)
     scores = jnp.array([-1.0, -2.0])
