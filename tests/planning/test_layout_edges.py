@@ -36,6 +36,16 @@ def test_outputs_are_padded_to_a_power_of_two(count, size):
     assert jaxkv.init_full(cache, outputs=count).ubatch.outputs.shape == (size,)
 
 
+@pytest.mark.parametrize("indices", [[1, 5, 9, 13, 17, 21, 25, 29], [1, 2]])
+def test_outputs_of_a_plan_are_those_of_the_batch(indices):
+    flags = np.isin(np.arange(32), indices)
+    batch = make_batch([1] * 32, sequences=np.arange(32) % 16, outputs=flags)
+    ubatch, count = jaxkv.init_batch(WIDE.make(), batch).ubatch, len(indices)
+    assert ubatch.outputs.tolist() == indices + [31] * (8 - count)
+    assert ubatch.output_index[:count].tolist() == indices
+    assert (ubatch.output_index[count:] >= 32).all()
+
+
 def test_padding_is_no_output():
     batch = make_batch([1] * 9, outputs=np.arange(9) < 8)
     assert lay_out_batch(WIDE.make().table.spec, batch, 512, None)[2] == 8
