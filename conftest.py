@@ -110,6 +110,7 @@ def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
     import numpy
 
     import jaxkv
+    from tests.helpers.steps import write_zeros
 
     for part in (jaxkv.generation, jaxkv):
         for name in part.__all__:
@@ -118,6 +119,8 @@ def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
             setattr(part, name, getattr(value, name, value))
     doctest_namespace.update({name: getattr(jaxkv, name) for name in jaxkv.__all__})
     doctest_namespace.update(jax=jax, jnp=jax.numpy, np=numpy, math=math)
+    doctest_namespace.update(forward=write_zeros, params=None)
+    doctest_namespace.update(encoder=lambda params, step: write_zeros(params, step)[0])
 
 
 _most = 1.5e9

@@ -28,13 +28,13 @@ def attention_alone(tokens: int, cells: int) -> tuple[Callable, tuple]:
 
     def step(cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
-        ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
-        cache, x = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, HEADS, HEAD_DIM))
+        step = jaxkv.apply(cache, jaxkv.plan_step(cache, token, sequences=everyone))
+        x = jnp.ones((*step.valid.shape, HEADS, HEAD_DIM))
         for layer in range(LAYERS):
             k, v = x[:, :, :KV_HEADS], x[:, :, KV_HEADS : 2 * KV_HEADS]
-            cache, out = jaxkv.attend(cache, layer, ubatch, x, k, v)
+            step, out = jaxkv.attend(step, layer, x, k, v)
             x = x + out
-        return cache, x
+        return step.cache, x
 
     return step, (jax.eval_shape(make), jax.ShapeDtypeStruct((tokens,), jnp.int32))
 
@@ -45,8 +45,9 @@ def whole_model(name: str, tokens: int, cells: int) -> tuple[Callable, tuple]:
 
     def step(params: object, cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
-        ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
-        return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
+        plan = jaxkv.plan_step(cache, token, sequences=everyone)
+        step, logits = model.forward(params, jaxkv.apply(cache, plan))
+        return step.cache, logits
 
     cache = jax.eval_shape(lambda: model.make_cache(cells=cells, sequences=tokens))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)

@@ -40,9 +40,8 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     def step(params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
         cache = jaxkv.Cache(table=table, buffers=buffers)
         plan = jaxkv.plan_step(cache, token, sequences=everyone)
-        ubatch, ok = plan.ubatch, plan.ok
-        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
-        return cache.buffers, jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
+        step, logits = model.forward(params, jaxkv.apply(cache, plan))
+        return step.cache.buffers, jnp.argmax(logits, axis=-1).astype(jnp.int32), plan.ok
 
     def again() -> np.ndarray:
         nonlocal buffers
@@ -60,16 +59,18 @@ def by_hand_step(
     batch, length = prompts.shape
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    cache = by_hand.make(layout, batch=batch, cells=cells, **sizes)
+    buffers = by_hand.make(layout, batch=batch, cells=cells, **sizes)
 
-    @partial(jax.jit, donate_argnames="cache")
-    def step(params: Any, cache: Any, token: jax.Array, position: jax.Array) -> tuple:
-        cache, logits = model.forward(params, cache, by_hand.step_ubatch(token, position))
-        return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    @partial(jax.jit, donate_argnames="buffers")
+    def step(params: Any, buffers: Any, token: jax.Array, position: jax.Array) -> tuple:
+        begun = by_hand.ByHand(layout, buffers, token, position)
+        with by_hand.replace_attend():
+            after, logits = model.forward(params, begun)
+        return after.buffers, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def again() -> np.ndarray:
-        nonlocal cache
-        cache, chosen = step(model.params, cache, jnp.zeros(batch, jnp.int32), length)
+        nonlocal buffers
+        buffers, chosen = step(model.params, buffers, jnp.zeros(batch, jnp.int32), length)
         return np.asarray(chosen)
 
     return again

@@ -24,7 +24,8 @@ def gappy(cells: int, layers: int) -> jaxkv.Cache:
     )
     batch = jaxkv.make_batch(np.zeros(cells, np.int32), sequences=np.arange(cells) % 2)
     for ubatch in jaxkv.init_batch(cache, batch, ubatch_size=512).check().ubatches:
-        cache = jaxkv.apply(cache, ubatch)
+        step = jaxkv.apply(cache, ubatch)
+        cache = jaxkv.Cache(table=step.table, buffers=step.buffers)
     return jaxkv.seq_rm(cache, 1)[0]
 
 

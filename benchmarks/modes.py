@@ -45,7 +45,8 @@ class Case:
             # Only the table affects the time, so the buffers stay zeros.
             batch = jaxkv.make_batch(np.zeros(len(sequences), np.int32), sequences=sequences)
             for ubatch in jaxkv.init_batch(cache, batch).check().ubatches:
-                cache = jaxkv.apply(cache, ubatch)
+                step = jaxkv.apply(cache, ubatch)
+                cache = jaxkv.Cache(table=step.table, buffers=step.buffers)
             return cache
 
         if shared:
@@ -62,9 +63,8 @@ class Case:
             cache = jaxkv.Cache(table=table, buffers=buffers)
             valid = jnp.ones(token.shape, bool)
             plan = jaxkv.plan_step(cache, token, sequences=self.active, active=valid)
-            ubatch, ok = plan.ubatch, plan.ok
-            cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
-            return cache.buffers, jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
+            step, logits = model.forward(params, jaxkv.apply(cache, plan))
+            return step.cache.buffers, jnp.argmax(logits, axis=-1).astype(jnp.int32), plan.ok
 
         self._step = step
         self.token = jnp.zeros(len(active), jnp.int32)

@@ -40,10 +40,10 @@ def side_of(
 
     @partial(jax.jit, donate_argnames="cache")
     def fill(cache: jaxkv.Cache, ubatch: jaxkv.Ubatch, k: jax.Array) -> jaxkv.Cache:
-        cache = jaxkv.apply(cache, ubatch)
+        step = jaxkv.apply(cache, ubatch)
         for layer in range(layers):
-            cache = jaxkv.write_kv(cache, layer, ubatch, k, k)
-        return cache
+            step = jaxkv.write_kv(step, layer, k, k)
+        return step.cache
 
     told = jaxkv.make_batch([[0] * (cells - 1)] * batch)
     for ubatch in jaxkv.init_batch(cache, told, ubatch_size=512 * batch).check().ubatches:
@@ -53,12 +53,11 @@ def side_of(
     def step(table: object, buffers: object, q: jax.Array, k: jax.Array) -> tuple:
         cache = jaxkv.Cache(table=table, buffers=buffers)
         every = jnp.arange(batch)
-        ubatch = jaxkv.plan_step(cache, every, sequences=every).ubatch
-        cache = jaxkv.apply(cache, ubatch)
+        step = jaxkv.apply(cache, jaxkv.plan_step(cache, every, sequences=every))
         for layer in range(layers):
-            cache, out = jaxkv.attend(cache, layer, ubatch, q, k, k)
+            step, out = jaxkv.attend(step, layer, q, k, k)
             q = q + out * 0.01
-        return cache.buffers, q
+        return step.cache.buffers, q
 
     table, held, size = cache.table, cache.buffers, cache.buffers.nbytes
     q = numbers(batch, 1, HEADS * GROUP, 1).astype(queries)

@@ -57,17 +57,17 @@ def hidden(params: Any, tokens: jax.Array, positions: jax.Array, attend: Attend)
     return norm(x)
 
 
-def forward(params: Any, cache: jaxkv.Cache, ubatch: jaxkv.Ubatch) -> tuple:
+def forward(params: Any, step: jaxkv.Step) -> tuple:
     """The model on a cache."""
-    caches = [cache]
+    caches = [step]
 
     def attend(layer: int, *qkv: jax.Array) -> jax.Array:
-        cache, out = jaxkv.attend(caches.pop(), layer, ubatch, *qkv)
-        caches.append(cache)
+        step, out = jaxkv.attend(caches.pop(), layer, *qkv)
+        caches.append(step)
         return out
 
-    x = hidden(params, ubatch.tokens, ubatch.positions, attend).reshape(-1, WIDTH)
-    return caches[0], x[ubatch.outputs] @ params["embed"].T
+    x = hidden(params, step.tokens, step.positions, attend).reshape(-1, WIDTH)
+    return caches[0], x[step.outputs] @ params["embed"].T
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:

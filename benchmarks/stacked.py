@@ -47,7 +47,7 @@ def plain(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w.T
 
 
-def layer(product: Any, ubatch: Any, cache: Any, x: jax.Array, w: Any, number: Any) -> tuple:
+def layer(product: Any, step: jaxkv.Step, x: jax.Array, w: Any, number: Any) -> tuple:
     """Run a layer on `[R, T, WIDTH]`; without weights it only attends."""
     tokens = x.shape[:2]
     if w is None:
@@ -56,12 +56,12 @@ def layer(product: Any, ubatch: Any, cache: Any, x: jax.Array, w: Any, number: A
         qkv = product(norm(x), w["qkv"])
     qkv = qkv.reshape(*tokens, -1, HEAD_DIM)
     q, k, v = jnp.split(qkv, [HEADS, HEADS + KV_HEADS], axis=2)
-    cache, out = jaxkv.attend(cache, number, ubatch, q, k, v)
+    step, out = jaxkv.attend(step, number, q, k, v)
     if w is None:
-        return cache, x + out.reshape(x.shape)
+        return step, x + out.reshape(x.shape)
     x = x + product(out.reshape(x.shape), w["out"])
     gate, up = jnp.split(product(norm(x), w["up"]), 2, axis=-1)
-    return cache, x + product(jax.nn.silu(gate) * up, w["down"])
+    return step, x + product(jax.nn.silu(gate) * up, w["down"])
 
 
 def step(product: Any, params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
@@ -70,9 +70,8 @@ def step(product: Any, params: Any, table: Any, buffers: Any, token: jax.Array) 
         jaxkv.Cache(table=table, buffers=buffers),
         jnp.arange(len(token), dtype=jnp.int32),
     )
-    ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
-    of_layer = partial(layer, product, ubatch)
-    carry = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, WIDTH))
+    begun = jaxkv.apply(cache, jaxkv.plan_step(cache, token, sequences=everyone))
+    of_layer, carry = partial(layer, product), (begun, jnp.ones((*begun.valid.shape, WIDTH)))
     if buffers.stacked:
         carry, _ = jax.lax.scan(
             lambda carry, own: (of_layer(*carry, *own), None),
@@ -82,7 +81,7 @@ def step(product: Any, params: Any, table: Any, buffers: Any, token: jax.Array) 
     else:
         for number in range(buffers.layers):
             carry = of_layer(*carry, None if params is None else params[number], number)
-    return carry[0].buffers, carry[1]
+    return carry[0].cache.buffers, carry[1]
 
 
 def side(
@@ -100,7 +99,10 @@ def side(
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * used, sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=used).check().ubatches:
-            cache = jaxkv.apply(cache, ubatch)  # buffers of zeros suffice for a time
+            step = jaxkv.apply(cache, ubatch)
+            cache = jaxkv.Cache(
+                table=step.table, buffers=step.buffers
+            )  # buffers of zeros suffice for a time
     table, buffers = cache.table, cache.buffers
     if params is not None and not stacked:
         params = [jax.tree.map(lambda w, i=i: w[i], params) for i in range(LAYERS)]

@@ -43,17 +43,17 @@ def norm(x: jax.Array) -> jax.Array:
     return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))).astype("bfloat16")
 
 
-def forward(params: list, cache: Any, ubatch: Any, x: jax.Array, attend: Any) -> tuple:
+def forward(params: list, step: jaxkv.Step, x: jax.Array, attend: Any) -> tuple:
     """Run the layers on `[R, T, WIDTH]`."""
     for layer, w in enumerate(params):
         y = norm(x) @ w["qkv"].T
         y = y.reshape(*y.shape[:2], HEADS, GROUP + 2, SIZE)
         q = y[..., :GROUP, :].reshape(*y.shape[:2], HEADS * GROUP, SIZE)
-        cache, out = attend(cache, layer, ubatch, q, y[..., GROUP, :], y[..., GROUP + 1, :])
+        step, out = attend(step, layer, q, y[..., GROUP, :], y[..., GROUP + 1, :])
         x = x + out.reshape(*x.shape[:2], -1) @ w["out"].T
         gate, up = jnp.split(norm(x) @ w["up"].T, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ w["down"].T
-    return cache, x
+    return step, x
 
 
 def side(params: list, batch: int, cells: int, pool: bool, implementation: str | None) -> Any:
@@ -69,17 +69,20 @@ def side(params: list, batch: int, cells: int, pool: bool, implementation: str |
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * (cells - 32), sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=cells).check().ubatches:
-            cache = jaxkv.apply(cache, ubatch)  # buffers of zeros suffice for a time
+            step = jaxkv.apply(cache, ubatch)
+            cache = jaxkv.Cache(
+                table=step.table, buffers=step.buffers
+            )  # buffers of zeros suffice for a time
     table, buffers = cache.table, cache.buffers
     attend = partial(jaxkv.attend, implementation=implementation)
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
         cache = jaxkv.Cache(table=table, buffers=buffers)
-        ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
-        x = jnp.ones((*ubatch.valid.shape, WIDTH), "bfloat16")
-        cache, x = forward(params, jaxkv.apply(cache, ubatch), ubatch, x, attend)
-        return cache.buffers, x
+        step = jaxkv.apply(cache, jaxkv.plan_step(cache, token, sequences=everyone))
+        x = jnp.ones((*step.valid.shape, WIDTH), "bfloat16")
+        step, x = forward(params, step, x, attend)
+        return step.cache.buffers, x
 
     def again() -> jax.Array:
         nonlocal buffers
@@ -90,11 +93,11 @@ def side(params: list, batch: int, cells: int, pool: bool, implementation: str |
 
 
 def without_cache(params: list, batch: int) -> Any:
-    def attend(cache: Any, layer: int, ubatch: Any, q: jax.Array, k: Any, v: Any) -> tuple:
-        return cache, q
+    def attend(step: jaxkv.Step, layer: int, q: jax.Array, k: Any, v: Any) -> tuple:
+        return step, q
 
     x = jnp.ones((1, batch, WIDTH), "bfloat16")
-    step = jax.jit(lambda params, x: forward(params, None, None, x, attend)[1])
+    step = jax.jit(lambda params, x: forward(params, None, x, attend)[1])
     return partial(step, params, x)
 
 

@@ -92,9 +92,8 @@ def step_of_model(layers, sequences, streams, tokens):
         else:
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(tokens, sequences=range(sequences)))
         x = jnp.take(jnp.ones((64, step.WIDTH), "bfloat16"), plan.ubatch.tokens, axis=0)
-        applied = jaxkv.apply(cache, plan.ubatch)
-        cache, x = step.forward(params, applied, plan.ubatch, x, jaxkv.attend)
-        return cache.table, cache.buffers, x
+        after, x = step.forward(params, jaxkv.apply(cache, plan), x, jaxkv.attend)
+        return after.cache.table, after.cache.buffers, x
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     on_device = SingleDeviceSharding(topology.devices[0])

@@ -29,7 +29,8 @@ def filled(cells: int) -> jaxkv.Cache:
         np.zeros(cells * 3 // 4, np.int32), sequences=np.arange(cells * 3 // 4) % SEQUENCES
     )
     for ubatch in jaxkv.init_batch(cache, batch, ubatch_size=4096).check().ubatches:
-        cache = jaxkv.apply(cache, ubatch)
+        step = jaxkv.apply(cache, ubatch)
+        cache = jaxkv.Cache(table=step.table, buffers=step.buffers)
     return cache
 
 
@@ -49,7 +50,8 @@ def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
     ids, ones = jnp.arange(SEQUENCES), jnp.ones(SEQUENCES, bool)
     step = jax.jit(jaxkv.plan_step)
     plan = jaxkv.init_batch(cache, each)
-    later = jaxkv.apply(cache, plan)
+    begun = jaxkv.apply(cache, plan)
+    later = jaxkv.Cache(table=begun.table, buffers=begun.buffers)
     table = cache.table
     cells = cache.table.num_cells
     middle = cells // SEQUENCES // 2

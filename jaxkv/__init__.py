@@ -4,6 +4,8 @@ A cache is a pytree: a table, which maps tokens to cells, and buffers of keys an
 operation is a pure function that returns the next cache. Functions raise TypeError for an argument
 that does not have its annotated type.
 
+Examples use `forward` and `params` as a model that writes zeros in each layer of any cache.
+
 Letters in array shapes:
 
   S  streams, independent pools of cells         L  layers
@@ -43,6 +45,7 @@ from jaxkv.make import make_cache
 from jaxkv.plan import Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_full, plan_step
 from jaxkv.rope import Rope
+from jaxkv.step import Step
 from jaxkv.window import Window
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["Cache", "CacheSpec", "Rope", "Window", "make_cache"]
 __all__ += ["show"]
 # Batches and plans.
-__all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Ubatch"]
+__all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Step", "Ubatch"]
 __all__ += ["init_batch", "init_full", "make_batch", "plan_step"]
 # Commits of plans.
 __all__ += ["apply", "compact", "defrag_plan", "init_update", "rewind"]

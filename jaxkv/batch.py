@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,15 +104,13 @@ class Ubatch(Partitioned):
       `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part; the entry
       of a part that the ubatch does not use is None. In a pytree of slots, int32 arrays are indices
       and uint32 arrays are hashes.
-    cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True for a token whose sequence has further tokens in a later ubatch of the plan.
     outputs: indices among the R * T tokens. They select the tokens that need logits and, as padding
       of this array, arbitrary tokens. `Plan.gather_outputs` removes the logits of padding, and
       returns the other logits in the order of the batch.
     output_index: index in the batch of each token in `outputs`; 2**31 - 1 for padding.
-    hash_before: hash of each stream when the slots were chosen; a tuple for a hybrid cache.
-    hash_after: hash of each stream after the ubatch was applied; a tuple for a hybrid cache.
+    version: version of each stream for which the slots were chosen; a tuple for a hybrid cache.
     spec: static `TableSpec` of the cache that the ubatch was planned for.
     row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
 
@@ -126,13 +124,11 @@ class Ubatch(Partitioned):
     row_stream: Int32[Array, " R"]
     row_sequence: Int32[Array, " R"]
     slots: PyTree[Int32[Array, "R T"]]
-    cell_hashes: UInt32[Array, "R T"]
     valid: Bool[Array, "R T"]
     more: Bool[Array, "R T"]
     outputs: Int32[Array, " O"]
     output_index: Int32[Array, " O"]
-    hash_before: PyTree[UInt32[Array, " S"]]
-    hash_after: PyTree[UInt32[Array, " S"]]
+    version: PyTree[UInt32[Array, " S"]]
     spec: TableSpec = field(metadata={"static": True})
     row_is_sequence: bool = field(metadata={"static": True})
     shared_with: Int32[Array, "R T n"] | None = None
@@ -163,6 +159,12 @@ class Ubatch(Partitioned):
         """Return a `PartitionSpec` for each array of the ubatch."""
         streams = sharding_rules.split(mesh, streams=self.spec.streams)["streams"]
         return ubatch_partition_specs(self, streams)
+
+
+class CrossAttentionSlots(NamedTuple):
+    """Slots of decoder tokens, which use no cells: 0 for a valid token, else past the last cell."""
+
+    looks: Int32[Array, "R T"]
 
 
 def make_batch(
@@ -481,10 +483,9 @@ def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
     """Return a `PartitionSpec` for each array of a ubatch; the argument `streams` is mesh axes."""
     rows = row_mesh_axes(ubatch, streams)
     whole = {name: P() for name in ("outputs", "output_index")}
-    digests = {name: P(streams) for name in ("hash_before", "hash_after")}
     names = [f.name for f in fields(ubatch) if not f.metadata.get("static")]
     split = {name: None if getattr(ubatch, name) is None else P(rows) for name in names}
-    return replace(ubatch, **split | whole | digests)
+    return replace(ubatch, **split | whole | {"version": P(streams)})
 
 
 def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
@@ -497,7 +498,6 @@ def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
     return replace(
         ubatch,
         slots=ubatch.slots[part],
-        hash_before=ubatch.hash_before[part],
-        hash_after=ubatch.hash_after[part],
+        version=ubatch.version[part],
         spec=ubatch.spec.parts[part],
     )

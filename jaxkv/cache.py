@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -25,16 +24,10 @@ from jaxkv.table import CacheTable, static_layer_number
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
 
-    from jaxkv.batch import Ubatch
     from jaxkv.core.types import AnyMesh, Id, Ids
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["table", "buffers"],
-    meta_fields=[],
-    drop_fields=["written"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cache(Partitioned):
     """Immutable KV cache or recurrent-state cache of a set of sequences.
@@ -42,15 +35,12 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
       hybrid cache, a tuple of the buffers of the parts.
-    written: while tracing, the last ubatch whose keys were written, and the numbers of the layers
-      to which they were written. The pytree omits this field.
 
     llama.cpp: `llama_memory_i`.
     """
 
     table: Any  # a `CacheTable`; code for one kind uses its fields
     buffers: PyTree
-    written: tuple[Ubatch, frozenset[int]] | None = None
 
     is_current: ClassVar[Callable[..., Bool[Array, ""]]]
     """Return whether `apply` would commit a plan (`jaxkv.api.apply.is_current`)."""
@@ -111,7 +101,7 @@ class Cache(Partitioned):
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
           >>> cache = make_cache(spec, cells=6, sequences=2)
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
           >>> cache.seq_pos_max().tolist(), cache.seq_pos_max(0).item()
           ([2, -1], 2)
 
@@ -127,7 +117,7 @@ class Cache(Partitioned):
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
           >>> cache = make_cache(spec, cells=6, sequences=2)
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
           >>> seq_cp(cache, 0, 1).cache.num_used_cells().item()
           3
 
@@ -148,7 +138,7 @@ class Cache(Partitioned):
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
           >>> [cache.can_resume(0, pos).item() for pos in (0, 2, 3, 4)]
           [True, True, True, False]
         """
@@ -165,7 +155,7 @@ class Cache(Partitioned):
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
           >>> cache = make_cache(spec, cells=6, sequences=2)
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
+          >>> cache = prefill(forward, params, cache, [1, 2, 3, 4]).cache
           >>> fork, _ = seq_rm(seq_cp(cache, 0, 1).cache, 0, 0, 2)
           >>> fork.can_seq_add(0, 2, None, delta=-2).item()  # sequence 1 has tokens at 0 and 1
           False
@@ -186,7 +176,7 @@ class Cache(Partitioned):
 
         llama.cpp: `n_rs_seq`.
         """
-        return self.table.max_rollback(static_layer_number(layer))
+        return self.table.max_rollback(self.buffers, static_layer_number(layer))
 
     def check(self) -> dict[str, Int32[Array, ""]]:
         """Count violated invariants of the table, for debugging.
@@ -232,6 +222,8 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
     """Return the table and the buffers of a cache; raise TypeError for another object."""
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
+    if hasattr(type(cache), "with_layer"):
+        raise TypeError("expected a cache, got a step; pass step.cache, after the last layer")
     if isinstance(cache, tuple) or hasattr(cache, "cache"):
         kind = "a tuple" if isinstance(cache, tuple) else "a result"
         raise TypeError(

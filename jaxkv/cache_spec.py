@@ -150,7 +150,7 @@ class CacheSpec:
 
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((2,), jnp.float32)})
           >>> cache = make_cache(spec, max_rollback=2)
-          >>> cache = apply(cache, init_batch(cache, make_batch([8, 4, 2, 1])))
+          >>> cache = prefill(forward, params, cache, [8, 4, 2, 1]).cache
           >>> [seq_rm(cache, 0, p0).ok.item() for p0 in (0, 1, 2, 3, 4)]
           [True, False, True, True, True]
 
@@ -204,7 +204,7 @@ class CacheSpec:
           >>> text, source = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
           >>> spec = CacheSpec.hybrid((text, [0]), (source, [1]))
           >>> cache = make_cache(spec, cells=(8, 6))
-          >>> cache = apply(cache, init_batch(cache, make_batch([7, 8, 9]), encoder=True))
+          >>> cache = encode(encoder, params, cache, make_batch([7, 8, 9])).cache
           >>> [part.num_used_cells().item() for part in cache.parts]
           [0, 3]
 
@@ -246,7 +246,7 @@ class CacheSpec:
           >>> far = CacheSpec.attention(layers=2, **sizes)
           >>> spec = CacheSpec.hybrid((near, [0, 1, 3, 4]), (far, [2, 5]))
           >>> cache = make_cache(spec, cells=(None, 64), sequences=2)
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
           >>> [part.num_used_cells().item() for part in cache.parts]
           [3, 3]
 

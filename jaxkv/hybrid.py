@@ -123,39 +123,6 @@ def _make_parts_query(
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
-def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls `method` of the part with the keys or states of a layer.
-
-    If `writes` is True, the first two results of `method` are the next table and buffers.
-    """
-
-    def call(
-        table: HybridTable,
-        buffers: tuple,
-        layer: int,
-        ubatch: Ubatch,
-        *args: PyTree,
-        **options: PyTree,
-    ) -> PyTree:
-        i, inner = table._part_serving(verb, layer)
-        work = getattr(table.parts[i], method.__name__)
-        found = work(buffers[i], inner, ubatch_of_part(ubatch, i), *args, **options)
-        if not writes:
-            return found
-        part, arrays, *out = found
-        return (
-            replace(table, parts=_replace_part(table.parts, i, part)),
-            _replace_part(buffers, i, arrays),
-            *out,
-        )
-
-    return wraps(method, updated=())(call)
-
-
-def _replace_part(parts: tuple[R, ...], i: int, part: R) -> tuple[R, ...]:
-    return (*parts[:i], part, *parts[i + 1 :])
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridMaintenancePlan(MaintenancePlan):
@@ -200,7 +167,6 @@ class HybridTable(CacheTable):
         """Return pairs of a part and its buffers."""
         return tuple(zip(self.parts, buffers, strict=True))
 
-    stream_hash = _make_parts_query(CacheTable.stream_hash, tuple)
     num_cells_saved_by_sharing = _make_parts_query(CacheTable.num_cells_saved_by_sharing, tuple)
     num_used_cells = _make_parts_query(CacheTable.num_used_cells, _sum)
     nonempty_sequences = _make_parts_query(CacheTable.nonempty_sequences, _any)
@@ -228,12 +194,6 @@ class HybridTable(CacheTable):
     partition_specs = _make_parts_method(CacheTable.partition_specs, _combine_parts_and_buffers)
     plan_shift = _make_parts_method(CacheTable.plan_shift, _combine_plans)
     plan_defrag = _make_parts_method(CacheTable.plan_defrag, _combine_plans)
-
-    attend = _make_layer_method(CacheTable.attend, "attend", writes=True)
-    write_kv = _make_layer_method(CacheTable.write_kv, "attend", writes=True)
-    read_kv = _make_layer_method(CacheTable.read_kv, "attend", writes=False)
-    read_states = _make_layer_method(CacheTable.read_states, "states", writes=False)
-    write_states = _make_layer_method(CacheTable.write_states, "states", writes=True)
 
     @property
     def spec(self) -> TableSpec:
@@ -343,14 +303,15 @@ class HybridTable(CacheTable):
         ]
         return replace(self, parts=tuple(parts))
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: HybridTable) -> tuple:
-        """Return the stream hashes of each part after a ubatch."""
-        return tuple(
-            digest if slots is None else part.stream_hash_after(ubatch_of_part(ubatch, i), new)
-            for i, (part, new, slots, digest) in enumerate(
-                zip(self.parts, occupied.parts, ubatch.slots, ubatch.hash_before, strict=True)
-            )
-        )
+    @property
+    def version(self) -> tuple[PyTree[UInt32[Array, " S"]], ...]:
+        """Version of each stream in each part."""
+        return tuple(part.version for part in self.parts)
+
+    def advance_version(self, old: HybridTable, event: UInt32[Array, "*#S"]) -> HybridTable:
+        """Return the table after an edit, with new versions of the streams changed in each part."""
+        pairs = zip(self.parts, old.parts, strict=True)
+        return replace(self, parts=tuple(new.advance_version(was, event) for new, was in pairs))
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
         """Return `old` with rewound parts, and whether every part of `old` can be restored."""
@@ -366,33 +327,40 @@ class HybridTable(CacheTable):
             for name, number in part.count_broken_invariants().items()
         }
 
-    def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a part stores the keys ("attend") or the states ("states") of a layer."""
-        return bool(self._parts_serving(verb, layer))
-
-    def max_rollback(self, layer: int) -> int:
+    def max_rollback(self, buffers: tuple, layer: int) -> int:
         """Return E, the number of earlier states that a recurrent layer stores."""
-        i, inner = self._part_serving("states", layer)
-        return self.parts[i].max_rollback(inner)
+        i, *_ = self.find_layer("states", layer)
+        return self.parts[i].max_rollback(buffers[i], self.layers[i].index(layer))
 
-    def _parts_serving(self, verb: str, layer: int) -> list[tuple[int, int]]:
-        """Return (index of the part, layer number in the part) for each part that has the layer."""
+    def layer_paths(self, verb: str, layer: int) -> list[tuple[int, ...]]:
+        """Return the path of each layer with this number that serves `verb`, see `CacheTable`."""
         return [
-            (i, layers.index(layer))
+            (i, *path)
             for i, (part, layers) in enumerate(zip(self.parts, self.layers, strict=True))
-            if layer in layers and part.can_serve_layer(verb, layers.index(layer))
+            if layer in layers
+            for path in part.layer_paths(verb, layers.index(layer))
         ]
 
-    def _part_serving(self, verb: str, layer: int) -> tuple[int, int]:
-        """Return the only entry of `_parts_serving`; raise ValueError for none or several."""
-        found = self._parts_serving(verb, layer)
-        if len(found) != 1:
-            numbers = sorted({layer for layers in self.layers for layer in layers})
-            raise ValueError(
-                f"expected one of the layers {numbers} that a part of the cache serves by "
-                f"{verb}, got {layer}; pass a layer of a part in cache.parts"
-            )
-        return found[0]
+    def find_layer(self, verb: str, layer: int) -> tuple[int, ...]:
+        """Return the path of a layer; raise if no part serves it by `verb`."""
+        for path in self.layer_paths(verb, layer):
+            return path
+        numbers = sorted({layer for layers in self.layers for layer in layers})
+        raise ValueError(
+            f"expected one of the layers {numbers} that a part of the cache serves by {verb}, got "
+            f"{layer}; pass a layer of a part in cache.parts"
+        )
+
+    def layers_to_write(
+        self, buffers: tuple, ubatch: Ubatch
+    ) -> list[tuple[tuple[int, ...], str, int]]:
+        """Return each layer that a model must write for a ubatch: its path, verb and number."""
+        return [
+            ((i, *path), verb, self.layers[i][number])
+            for i, (part, slots) in enumerate(zip(self.parts, ubatch.slots, strict=True))
+            if slots is not None
+            for path, verb, number in part.layers_to_write(buffers[i], ubatch_of_part(ubatch, i))
+        ]
 
 
 @jax.tree_util.register_dataclass

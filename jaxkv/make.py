@@ -115,7 +115,7 @@ def make_cache(
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)
       >>> cache = make_cache(spec, cells=512, sequences=8)
       >>> cache.buffers.k[0].shape, cache.nbytes
-      ((1, 3, 512, 64), 1583152)
+      ((1, 3, 512, 64), 1583140)
 
     llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa` and
     `llama_memory_hybrid`, with the parameters `n_ctx`, `n_seq_max`, `kv_unified` (one stream),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.array_utils import DROP, FILL, is_concrete
 from jaxkv.core.validate import check_count, check_int32
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def mask_unchanged_targets(
     is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
     targets = jnp.where(is_known & (parents != ids), ids, count)
     turn = jnp.arange(ids.size, dtype=jnp.int32)
-    last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, mode="drop")
-    counts = last.at[targets].get(mode="fill", fill_value=-1) == turn
+    last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, **DROP)
+    counts = last.at[targets].get(**FILL, fill_value=-1) == turn
     return jnp.where(is_known, parents, 0), jnp.where(counts, targets, count)
 
 

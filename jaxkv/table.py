@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, SupportsIndex, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ from jaxkv.plan import Reason
 from jaxkv.spec import check_spec
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, Shaped, UInt32
+    from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, UInt32
 
     from jaxkv.cache_spec import CacheSpec
     from jaxkv.core.partitioning import ShardingRules
@@ -182,10 +182,19 @@ class CacheTable(Partitioned):
         """Raise ValueError if an attention layer was made without the argument `rope`."""
         del buffers
 
+    version: Any
+    """Version of each stream, `[S]` uint32; a property with a tuple of arrays for a hybrid cache.
+
+    Each ubatch and each edit that changes a stream also changes its version.
+    """
+
     @abstractmethod
     @assignable
-    def stream_hash(self) -> PyTree[UInt32[Array, " S"]]:
-        """Return the hash of each stream; a tuple of arrays for a hybrid cache."""
+    def advance_version(self, old: Any, event: UInt32[Array, "*#S"]) -> Any:
+        """Return the table after an edit of `old`, with new versions of the changed streams.
+
+        `event` is a hash of the edit, see `hashing.hash_event`.
+        """
 
     @abstractmethod
     @assignable
@@ -282,11 +291,6 @@ class CacheTable(Partitioned):
     @assignable
     def occupy(self, ubatch: Ubatch) -> Self:
         """Store the tokens of a ubatch in its slots."""
-
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> PyTree[UInt32[Array, " S"]]:
-        """Return the stream hashes after a ubatch, from the table returned by `occupy`."""
-        del ubatch
-        return occupied.stream_hash()
 
     @abstractmethod
     @assignable
@@ -411,81 +415,47 @@ class CacheTable(Partitioned):
     def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
         """Return the number of violations of each invariant, by name."""
 
-    def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a layer supports `verb`: "attend" (keys and values) or "states"."""
-        del verb, layer
-        return False
+    serves: ClassVar[Literal["attend", "states"]]
+    """What the layers store: keys and values ("attend"), or recurrent states ("states")."""
 
-    @assignable
-    def attend(
-        self,
-        buffers: PyTree,
-        layer: int,
-        ubatch: Ubatch,
-        q: Float[Array, "R T H D"],
-        k: Float[Array, "R T K D"] | None = None,
-        v: Float[Array, "R T K Dv"] | None = None,
-        **options: object,
-    ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values, if given, and attend; for options see `jaxkv.attend`."""
-        del buffers, layer, ubatch, q, k, v, options
+    @property
+    def num_stacked_layers(self) -> int:
+        """L if the cache is stacked; otherwise 0."""
+        return 0
+
+    def layer_paths(self, verb: str, layer: PyTree) -> list[tuple[PyTree, ...]]:
+        """Return the path of each layer with this number that serves `verb`.
+
+        A path has the indices of nested parts of a hybrid cache, and then the number of the layer
+        in the innermost part.
+        """
+        return [(layer,)] if verb == self.serves else []
+
+    def find_layer(self, verb: str, layer: PyTree) -> tuple[PyTree, ...]:
+        """Return the path of a layer; raise if no part serves it by `verb`."""
+        for path in self.layer_paths(verb, layer):
+            return path
+        kind = {"attend": "attention", "states": "recurrent"}[verb]
         raise TypeError(
-            f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
-            "CacheSpec.attention"
+            f"expected a cache with {kind} layers, got kind {self.spec.kind!r}; use one with "
+            f"CacheSpec.{kind}"
         )
 
-    @assignable
-    def write_kv(
-        self,
-        buffers: PyTree,
-        layer: int,
-        ubatch: Ubatch,
-        k: Float[Array, "R T K D"],
-        v: Float[Array, "R T K Dv"] | None = None,
-    ) -> tuple[Self, PyTree]:
-        """Write keys and values of a ubatch into a layer."""
-        del buffers, layer, ubatch, k, v
-        raise TypeError(
-            f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
-            "CacheSpec.attention"
-        )
+    def stores(self, ubatch: Ubatch) -> bool:
+        """Return whether a ubatch, which has slots for this table, stores tokens in it."""
+        del ubatch
+        return True
 
-    @assignable
-    def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
-        """Return keys, values and mask for a ubatch; for options see `jaxkv.read_kv`."""
-        del buffers, layer, ubatch, options
-        raise TypeError(
-            f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
-            "CacheSpec.attention"
-        )
+    def layers_to_write(
+        self, buffers: PyTree, ubatch: Ubatch
+    ) -> list[tuple[tuple[int, ...], str, int]]:
+        """Return each layer that a model must write for a ubatch: its path, verb and number."""
+        layers = range(self.num_layers(buffers)) if self.stores(ubatch) else ()
+        return [((layer,), self.serves, layer) for layer in layers]
 
-    def read_states(
-        self, buffers: PyTree, layer: int, ubatch: Ubatch
-    ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return the states before the first token of each row, by name."""
-        del buffers, layer, ubatch
-        raise TypeError(
-            f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
-            "CacheSpec.recurrent"
-        )
-
-    def write_states(
-        self,
-        buffers: PyTree,
-        layer: int,
-        ubatch: Ubatch,
-        states: Mapping[str, Shaped[Array, "R E+1 ..."]],
-    ) -> tuple[Self, PyTree]:
-        """Write the last E + 1 states of each row, oldest state first."""
-        del buffers, layer, ubatch, states
-        raise TypeError(
-            f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
-            "CacheSpec.recurrent"
-        )
-
-    def max_rollback(self, layer: int) -> int:
+    def max_rollback(self, buffers: PyTree, layer: int) -> int:
         """Return E, the number of earlier states that a recurrent layer stores."""
-        del layer
+        del buffers, layer
         raise TypeError(
             f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
             "CacheSpec.recurrent"

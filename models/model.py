@@ -65,12 +65,12 @@ class Model:
 
     config: sizes and switches, an instance of `Config` of the family.
     params: tree of arrays; in a model from `load_shapes`, tree of shapes.
-    forward: `(params, cache, ubatch) -> (cache, logits)`. The argument `cache` is the result of
-      `jaxkv.apply` for the ubatch. The function is not compiled; `jaxkv.generation` compiles it.
+    forward: `(params, step) -> (step, logits)`. The argument `step` is the result of `jaxkv.apply`.
+      The function is not compiled; `jaxkv.generation` compiles it.
     checkpoint: source of the weights.
     family: module that defines the model.
     dtype: dtype of the params.
-    encoder: `(params, cache, ubatch) -> cache`, for `jaxkv.encode`; None if the model has no
+    encoder: `(params, step) -> step`, for `jaxkv.encode`; None if the model has no
       encoder.
     cache_dtype: default dtype of caches. If None, this default is the dtype of the params.
     mesh: mesh of params and caches; None for the default device.
@@ -335,8 +335,8 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
     """
     graph, state = _abstract(family, config, dtype)
 
-    def forward(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        return nnx.merge(graph, params)(cache, ubatch)
+    def forward(params: Any, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
+        return nnx.merge(graph, params)(step)
 
     return forward, nnx.to_pure_dict(state)
 
@@ -347,8 +347,8 @@ def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
         return None
     graph, _ = _abstract(family, config, dtype)
 
-    def encoder(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
-        return nnx.merge(graph, params).encode(cache, ubatch)
+    def encoder(params: Any, step: jaxkv.Step) -> Any:
+        return nnx.merge(graph, params).encode(step)
 
     return encoder
 

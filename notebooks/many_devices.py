@@ -55,9 +55,8 @@ def cached_program(model, cache):
     def step(params, cache, tokens):
         texts = jnp.arange(4)
         plan = jaxkv.plan_step(cache, tokens, sequences=texts, active=texts >= 0)
-        ubatch = plan.ubatch
-        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
-        return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        step, logits = model.forward(params, jaxkv.apply(cache, plan))
+        return step.cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     tokens = jnp.zeros(4, jnp.int32)
     return jax.jit(step, donate_argnums=1).lower(model.params, cache, tokens).compile()

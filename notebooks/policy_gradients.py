@@ -76,14 +76,14 @@ def blocks(params, tokens, positions, attend):
     return norm(x) @ params["head"]
 
 
-def forward(params, cache, ubatch):
+def forward(params, step):
     def attend(i, q, k, v):
-        nonlocal cache
-        cache, out = jaxkv.attend(cache, i, ubatch, q, k, v)
+        nonlocal step
+        step, out = jaxkv.attend(step, i, q, k, v)
         return out
 
-    logits = blocks(params, ubatch.tokens, ubatch.positions, attend)
-    return cache, logits.reshape(-1, VOCABULARY)[ubatch.outputs]
+    logits = blocks(params, step.tokens, step.positions, attend)
+    return step, logits.reshape(-1, VOCABULARY)[step.outputs]
 
 
 def plain(params, tokens):

@@ -73,14 +73,12 @@ print(jaxkv.make_batch(embeddings=prefix).embeddings.shape)
 def loss(prefix, params, tokens):
     cache = model.make_cache(cells=64, sequences=4)
     plan = jaxkv.init_batch(cache, jaxkv.make_batch(embeddings=prefix))
-    (ubatch,) = plan.ubatches
-    cache, _ = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
-    cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
+    step, _ = model.forward(params, jaxkv.apply(cache, plan))
+    cache, ok = jaxkv.seq_cp(step.cache, 0, [1, 2, 3])
 
     batch = jaxkv.make_batch(tokens, sequences=sequences, outputs=np.ones(len(sequences), bool))
     plan = jaxkv.init_batch(cache, batch)
-    (ubatch,) = plan.ubatches
-    _, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = model.forward(params, jaxkv.apply(cache, plan))
     logits = plan.gather_outputs([logits])[
         : len(sequences)
     ]  # in the order of the batch, then padding

@@ -45,8 +45,8 @@ graph, variables = nnx.split(granite_hybrid.GraniteHybrid(config, rngs=nnx.Rngs(
 params = nnx.to_pure_dict(variables)
 
 
-def forward(params, cache, ubatch):
-    return nnx.merge(graph, params)(cache, ubatch)
+def forward(params, step):
+    return nnx.merge(graph, params)(step)
 
 
 def make(**options):
@@ -99,8 +99,7 @@ def answers(params, tokens):
     cache = make(cells=length, sequences=texts, streams=texts)
     batch = jaxkv.make_batch(tokens, outputs=jnp.ones(tokens.shape, bool))
     plan = jaxkv.init_batch(cache, batch)
-    ubatch = plan.ubatches[0]
-    _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = forward(params, jaxkv.apply(cache, plan))
     return plan.gather_outputs([logits])[: tokens.size].reshape(texts, length, -1)
 
 
@@ -143,10 +142,10 @@ print("it says the depth of texts that it has not seen")
 # %%
 tokens, depths = texts_of(jax.random.key(3), 100, 24)
 cache = make(cells=24, sequences=100, streams=100, max_rollback=23)
-(ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch(tokens), ubatch_size=2400).check().ubatches
-cache, _ = jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch)
+plan = jaxkv.init_batch(cache, jaxkv.make_batch(tokens), ubatch_size=2400).check()
+whole, _ = jax.jit(forward)(params, jaxkv.apply(cache, plan))
 
-states, _ = cache.parts
+states, _ = whole.cache.parts
 after = states.cells().position  # position of the last token of each state
 buffers = states.buffers
 kept = np.asarray(buffers[0]["ssm"]).reshape(100, 24, -1)
@@ -179,9 +178,8 @@ ax.spines[["top", "right"]].set_visible(False)
 @jax.jit
 def step(params, cache, tokens, going):
     """Compute a token of each active sequence; return the predicted depths."""
-    ubatch = jaxkv.plan_step(cache, tokens, active=going).ubatch
-    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
-    return cache, jnp.argmax(logits, axis=-1)
+    step, logits = forward(params, jaxkv.apply(cache, jaxkv.plan_step(cache, tokens, active=going)))
+    return step.cache, jnp.argmax(logits, axis=-1)
 
 
 def tell(cache, brackets, text=0):
@@ -251,8 +249,9 @@ fig, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
 granted, labels = [], []
 for max_rollback in (0, 2, 4, 8):
     kept = make(cells=16, max_rollback=max_rollback)
-    (ubatch,) = jaxkv.init_batch(kept, jaxkv.make_batch(tokens[0, :12])).ubatches
-    kept, _ = jax.jit(forward)(params, jaxkv.apply(kept, ubatch), ubatch)
+    plan = jaxkv.init_batch(kept, jaxkv.make_batch(tokens[0, :12]))
+    whole, _ = jax.jit(forward)(params, jaxkv.apply(kept, plan))
+    kept = whole.cache
     granted.append([bool(jaxkv.seq_rm(kept, 0, p0)[1]) for p0 in range(13)])
     kib = kept.parts[0].nbytes / 1024
     labels.append(f"max_rollback={max_rollback}, {kib:.0f} KiB")

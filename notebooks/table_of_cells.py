@@ -154,8 +154,8 @@ print(f"{48 - cache.num_used_cells()} cells are free; 30, 20 and 60 were asked f
 for seq in (0, 1, 3):
     print(f"sequence {seq}: {'fits' if plan.fits[seq] else 'does not fit'}")
 assert not plan.ok
-after = jaxkv.apply(cache, plan)
-assert jaxkv.show(after) == jaxkv.show(cache)
+step, _ = model.forward(model.params, jaxkv.apply(cache, plan))
+assert jaxkv.show(step.cache) == jaxkv.show(cache)
 
 # %% [markdown]
 # ## Try next
@@ -164,5 +164,5 @@ assert jaxkv.show(after) == jaxkv.show(cache)
 #   cells become empty?
 # - Give each sequence its own stream, `model.make_cache(cells=48, sequences=4, streams=4)`: a fork
 #   then copies keys, and the picture has a line for each stream.
-# - `plot.attention_mask(cache, ubatch)` draws the cells that each token of a ubatch attends to.
+# - `plot.attention_mask(jaxkv.apply(cache, plan))` draws the cells that each token attends to.
 # - Write the loop yourself: `your_own_loop`.

@@ -109,14 +109,13 @@ ax.spines[["top", "right"]].set_visible(False)
 
 # %%
 batch = jaxkv.make_batch(tokens[-48:])
-ubatch = jaxkv.init_batch(cache, batch).check().ubatches[0]
-applied = jaxkv.apply(cache, ubatch)
+step = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
 
 fig, axes = plt.subplots(3, 1, figsize=(5.8, 5.4), layout="constrained")
 for ax, part, by_position, title in zip(
     axes, (0, 0, 1), (False, True, True), ("with a window", "with a window", "without"), strict=True
 ):
-    plot.attention_mask(applied, ubatch, part=part, by_position=by_position, ax=ax)
+    plot.attention_mask(step, part=part, by_position=by_position, ax=ax)
     ax.set_ylabel(title)
 plt.show()
 
@@ -180,8 +179,8 @@ np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 
 # %%
 gap, _ = jaxkv.seq_rm(cache, 0, 600, 700)
-ubatch = jaxkv.init_batch(gap, jaxkv.make_batch(tokens[-48:])).check().ubatches[0]
-ax = plot.attention_mask(jaxkv.apply(gap, ubatch), ubatch, part=0, by_position=True)
+step = jaxkv.apply(gap, jaxkv.init_batch(gap, jaxkv.make_batch(tokens[-48:])).check())
+ax = plot.attention_mask(step, part=0, by_position=True)
 ax.set_ylabel("with a window")
 ax.figure.set_size_inches(5.8, 2.2)
 

@@ -39,22 +39,22 @@ def norm(x, w):
     return jnp.einsum("...d,d->...d", x, w["weight"])
 
 
-def forward(params, cache, ubatch, attend=jaxkv.attend):
+def forward(params, step, attend=jaxkv.attend):
     embedding = params["vocabulary"]["head"]
-    x = jnp.take(embedding, ubatch.tokens, axis=0)  # [R, T, 576]
+    x = jnp.take(embedding, step.tokens, axis=0)  # [R, T, 576]
     rows, length, width = x.shape
     for layer, w in params["blocks"].items():
         qkv = norm(x, w["attention_norm"]) @ w["attention"]["qkv"]["weight"].reshape(-1, width).T
         qkv = qkv.reshape(rows, length, 3, 5, 64)  # 3 key/value heads: 3 queries, a key, a value
         q, k, v = qkv[..., :3, :].reshape(rows, length, 9, 64), qkv[..., 3, :], qkv[..., 4, :]
-        q, k = (ROPE.rotate(one, ubatch.positions) for one in (q, k))
-        cache, out = attend(cache, layer, ubatch, q, k, v)
+        q, k = (ROPE.rotate(one, step.positions) for one in (q, k))
+        step, out = attend(step, layer, q, k, v)
         x = x + out.reshape(rows, length, -1) @ w["attention"]["output"]["weight"].T
         y = norm(x, w["feed_norm"]) @ w["feed"]["gate_up"]["weight"].reshape(-1, width).T
         gate, up = jnp.split(y, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ w["feed"]["down"]["weight"].T
-    x = x.reshape(-1, width)[ubatch.outputs]  # only tokens with outputs
-    return cache, norm(x, params["norm"]) @ embedding.T
+    x = x.reshape(-1, width)[step.outputs]  # only tokens with outputs
+    return step, norm(x, params["norm"]) @ embedding.T
 
 
 # %% [markdown]
@@ -84,11 +84,10 @@ def loop(params, cache, token, active, attend=jaxkv.attend):
     def body(carry):
         cache, made, active, count = carry
         plan = jaxkv.plan_step(cache, made[:, count - 1], sequences=texts, active=active)
-        ubatch, ok = plan.ubatch, plan.ok
-        cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch, attend)
-        active &= ok
+        step, logits = forward(params, jaxkv.apply(cache, plan), attend)
+        active &= plan.ok
         token = jnp.where(active, jnp.argmax(logits, axis=-1), -1)
-        return cache, made.at[:, count].set(token), active & ~jnp.isin(token, STOP), count + 1
+        return step.cache, made.at[:, count].set(token), active & ~jnp.isin(token, STOP), count + 1
 
     cache, made, _, _ = jax.lax.while_loop(goes_on, body, (cache, made, active, 1))
     return cache, made
@@ -135,11 +134,11 @@ ax.figure.set_size_inches(6.4, 2.6)
 
 
 # %%
-def attend_by_hand(cache, layer, ubatch, q, k, v):
-    cache, _ = jaxkv.attend(cache, layer, ubatch, q, k, v)  # only to write keys and values
-    keys, values = (x[layer].swapaxes(1, 2) for x in (cache.buffers.k, cache.buffers.v))
-    mask = jnp.arange(keys.shape[1])[None, None] <= ubatch.positions[..., None]  # [R, T, N]
-    return cache, jax.nn.dot_product_attention(q, keys, values, mask=mask[:, None])
+def attend_by_hand(step, layer, q, k, v):
+    step, _ = jaxkv.attend(step, layer, q, k, v)  # only to write keys and values
+    keys, values = (x[layer].swapaxes(1, 2) for x in (step.buffers.k, step.buffers.v))
+    mask = jnp.arange(keys.shape[1])[None, None] <= step.positions[..., None]  # [R, T, N]
+    return step, jax.nn.dot_product_attention(q, keys, values, mask=mask[:, None])
 
 
 alone, one = jaxkv.seq_keep(prefilled, 0).cache, jnp.array([True, False])
@@ -158,13 +157,12 @@ print("two texts:", texts_of(made))
 # Which cells do the first two tokens attend to? A visible cell has the colour of its sequence.
 
 # %%
-ubatch = jaxkv.plan_step(prefilled, first, active=both).ubatch
-applied = jaxkv.apply(prefilled, ubatch)
-owner = applied.cells().owner[0]
-by_hand = np.arange(owner.size) <= np.asarray(ubatch.positions)[0, :, None]
+next_step = jaxkv.apply(prefilled, jaxkv.plan_step(prefilled, first, active=both))
+owner = forward(model.params, next_step)[0].cache.cells().owner[0]
+by_hand = np.arange(owner.size) <= np.asarray(next_step.positions)[0, :, None]
 
 fig, (above, below) = plt.subplots(2, 1, figsize=(6.4, 2.8), layout="constrained", sharex=True)
-plot.attention_mask(applied, ubatch, ax=above)
+plot.attention_mask(next_step, ax=above)
 above.set(xlabel="", ylabel="by the table", xlim=(-0.5, 19.5))
 colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#ffffff", ORANGE, SKY])
 marks = np.where(by_hand, owner, np.where(owner < 0, -1, -2))
@@ -205,17 +203,16 @@ def whole_text(params, tokens):
     compiled += 1
     cache = cache_of(cells=tokens.size)
     there = jnp.ones((1, tokens.size), bool)
-    ubatch = jaxkv.plan_step(cache, tokens[None], active=there).ubatch
-    _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
+    plan = jaxkv.plan_step(cache, tokens[None], active=there)
+    _, logits = forward(params, jaxkv.apply(cache, plan))
     return logits[-1]
 
 
 def step(params, cache, token):
     global compiled
     compiled += 1
-    ubatch = jaxkv.plan_step(cache, token).ubatch
-    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
-    return cache, logits[0]
+    step, logits = forward(params, jaxkv.apply(cache, jaxkv.plan_step(cache, token)))
+    return step.cache, logits[0]
 
 
 one_token = jax.jit(step)
@@ -253,10 +250,10 @@ ax.spines[["top", "right"]].set_visible(False)
 compiled = 0
 
 
-def counted(params, cache, ubatch):
+def counted(params, step):
     global compiled
     compiled += 1
-    return forward(params, cache, ubatch)
+    return forward(params, step)
 
 
 for n in (5, 6, 7, 8):
@@ -348,9 +345,8 @@ def read(params, cache, tokens, is_ring):
     cache, _ = jaxkv.seq_rm(cache, 0, 0, jnp.where(is_ring, jnp.maximum(oldest, 0), 0))
     there = jnp.ones((1, CHUNK), bool)
     plan = jaxkv.plan_step(cache, tokens[None], active=there)
-    ubatch, ok = plan.ubatch, plan.ok
-    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
-    return cache, jax.nn.log_softmax(logits), ok
+    step, logits = forward(params, jaxkv.apply(cache, plan))
+    return step.cache, jax.nn.log_softmax(logits), plan.ok
 
 
 def read_story(story, is_ring=False, compact=lambda cache: cache):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +12,45 @@ import jax.numpy as jnp
 from jaxkv.batch import Ubatch, expand_streams_to_rows, mask_slots, placed_rows
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
+from jaxkv.core.hashing import hash_event
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
 from jaxkv.spec import check_spec
+from jaxkv.step import Step
 from jaxkv.table import CacheTable, MaintenancePlan, check_made_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
 
 
-def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
+@overload
+def apply(cache: Cache, plan: Ubatch | Plan, *, donate: bool = False) -> Step: ...
+
+
+@overload
+def apply(cache: Cache, plan: MaintenancePlan, *, donate: bool = False) -> Cache: ...
+
+
+def apply(
+    cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False
+) -> Step | Cache:
     """Commit a ubatch, or the plan of an update or a defrag, to a cache.
 
-    A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
-    an update (`init_update`) or of a defrag (`defrag_plan`) changes table and buffers. A refused
-    plan (`Plan.ok` is False) or a stale plan (see `Cache.is_current`) has no effect.
+    A ubatch changes the table. The result is a `Step`: a model passes the step to `attend` and
+    `write_states`, which write the buffers. The plan of an update (`init_update`) or of a defrag
+    (`defrag_plan`) changes table and buffers, and the result is the next cache. A refused plan
+    (`Plan.ok` is False) or a stale plan (see `Cache.is_current`) has no effect: `Step.cache` is
+    then equal to the cache.
 
     Args:
       cache: any cache.
       plan: a ubatch, a plan of one ubatch, or the result of `init_update` or `defrag_plan`.
       donate: If True, an update or a defrag outside of `jit` reuses the buffers of the input cache,
         which becomes invalid. If False, the buffers are copied. `donate` has no effect for a
-        ubatch or the plan of a batch: the returned cache shares the buffers of the input cache.
+        ubatch or the plan of a batch: the step shares the buffers of the cache.
+
+    Returns:
+      A `Step` for a ubatch or the plan of a batch; a cache for an update or a defrag.
 
     Raises:
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
@@ -41,17 +59,18 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-      >>> plan = init_batch(cache, make_batch([1, 2]))
-      >>> once = apply(cache, plan)
-      >>> once.num_used_cells().item(), apply(once, plan).num_used_cells().item()
-      (2, 2)
+      >>> step = apply(cache, init_batch(cache, make_batch([1, 2])))
+      >>> x = jnp.ones((1, 2, 1, 2))
+      >>> step, out = attend(step, 0, x, x, x)
+      >>> step.cache.num_used_cells().item()
+      2
 
     llama.cpp: `llama_memory_context_i::apply`.
     """
     table, buffers = split(cache)
     plan = _check_plan(plan, table)
     if isinstance(plan, Ubatch):
-        return merge(_occupy(table, plan), buffers)
+        return replace(_begin_step(table, plan), buffers=buffers)
     if not is_traced(plan, table) and plan.is_empty:
         return cache
     return (_commit_donated if donate else _commit)(plan, table, buffers)
@@ -72,7 +91,8 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
-      >>> cache.is_current(ubatch).item(), apply(cache, ubatch).is_current(ubatch).item()
+      >>> later, *_ = prefill(forward, params, cache, [1, 2])
+      >>> cache.is_current(ubatch).item(), later.is_current(ubatch).item()
       (True, False)
     """
     table, _ = split(cache)
@@ -114,9 +134,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
     """Return False if a ubatch was refused, or a stream of its rows has changed since planning."""
     placed = placed_rows(ubatch)
-    same = jax.tree.map(
-        lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before
-    )
+    same = jax.tree.map(lambda version, planned: version == planned, table.version, ubatch.version)
     current = reduce(
         jnp.logical_and,
         [
@@ -129,12 +147,23 @@ def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
 
 
 @jit_table
-def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
-    return table.occupy(mask_slots(_is_ubatch_current(table, ubatch), ubatch))
+def _begin_step(table: CacheTable, ubatch: Ubatch) -> Step:
+    """Return the step of a ubatch, without buffers."""
+    is_current, placed = _is_ubatch_current(table, ubatch), placed_rows(ubatch)
+    ubatch = mask_slots(is_current, ubatch)
+    layers = table.num_stacked_layers
+    return Step(
+        table=table.occupy(ubatch),
+        buffers=None,
+        ubatch=ubatch,
+        is_stale=placed & ~is_current,
+        is_written=jnp.zeros(layers, bool) if layers else None,
+    )
 
 
 def _apply_maintenance(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
-    return merge(*plan.commit(table, buffers, plan.is_current(table)))
+    moved, buffers = plan.commit(table, buffers, plan.is_current(table))
+    return merge(moved.advance_version(table, hash_event("commit", plan.pending)), buffers)
 
 
 _commit = jit_table(_apply_maintenance)

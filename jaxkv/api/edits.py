@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.hashing import hash_event
 from jaxkv.core.validate import (
     check_bounds,
     check_count,
@@ -21,7 +22,7 @@ from jaxkv.core.validate import (
     check_position,
     check_range,
 )
-from jaxkv.jit_helpers import jit_method, jit_table
+from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import PlanRefusedError, Reason
 from jaxkv.spec import are_in_same_streams, check_distinct, mask_unchanged_targets
 from jaxkv.table import CacheTable, EditCheck, join_checks
@@ -61,7 +62,7 @@ class EditResult:
 
         Examples:
           >>> cache = make_cache(CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)}))
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
           >>> result = seq_rm(cache, 0, 1)
           >>> Reason(result.reason).name
           'STATE_NOT_STORED'
@@ -120,7 +121,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=2)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3, 4]).cache
       >>> cache, ok = seq_rm(cache, 0, 1, 3)
       >>> print(show(cache))
       owner    0 . . 0 . .
@@ -183,7 +184,7 @@ def seq_cp(
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=3)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
       >>> cache, ok = seq_cp(cache, 0, [1, 2], 0, 2)
       >>> cache.seq_pos_max([0, 1, 2]).tolist(), cache.num_used_cells().item()
       ([2, 1, 1], 3)
@@ -191,7 +192,8 @@ def seq_cp(
       Sequences 2 and 3 are in another stream, in which one cell is free:
 
       >>> cache = make_cache(spec, cells=3, sequences=4, streams=2)
-      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
+      >>> batch = make_batch([[1, 2], [3, 4]], sequences=[0, 2])
+      >>> cache = prefill(forward, params, cache, batch).cache
       >>> Reason(seq_cp(cache, 0, 3).reason).name
       'OUT_OF_CELLS'
 
@@ -237,7 +239,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=2)
-      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4, 5]])))
+      >>> cache = prefill(forward, params, cache, [[1, 2], [3, 4, 5]]).cache
       >>> print(show(seq_select(cache, [1, 1], [0, 1]).cache))
       owner    . . + + + .
       position . . 0 1 2 .
@@ -271,7 +273,7 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=2)
-      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
+      >>> cache = prefill(forward, params, cache, [[1, 2], [3]]).cache
       >>> seq_keep(cache, 1).cache.seq_pos_max([0, 1]).tolist()
       [-1, 0]
 
@@ -320,7 +322,7 @@ def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> E
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
       >>> cache = make_cache(spec, cells=6)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3, 4, 5]).cache
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
       >>> cache, ok = seq_add(cache, 0, 3, -1, delta=-2)
       >>> print(show(cache))
@@ -375,7 +377,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
       >>> cache = make_cache(spec, cells=4)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3, 4]).cache
       >>> print(show(seq_div(cache, 0, 0, -1, divisor=2).cache))
       owner    0  0  0  0
       position 0  0  1  1
@@ -397,7 +399,7 @@ def clear(cache: Cache) -> Cache:
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2])))
+      >>> cache = prefill(forward, params, cache, [1, 2]).cache
       >>> clear(cache).num_used_cells().item()
       0
 
@@ -407,7 +409,9 @@ def clear(cache: Cache) -> Cache:
     return merge(_clear(table), buffers)
 
 
-_clear = jit_method(CacheTable.clear)
+@jit_table
+def _clear(table: CacheTable) -> CacheTable:
+    return table.clear().advance_version(table, hash_event("clear"))
 
 
 def edit_result(cache: Cache, check: EditCheck) -> EditResult:
@@ -429,6 +433,7 @@ def _jit_range_edit(
         are_bounds = _are_bounds(*others[:2])
         seq = jnp.where(are_bounds, seq, table.spec.sequences)
         edited, check = getattr(table, method.__name__)(seq, *others)
+        edited = edited.advance_version(table, hash_event(method.__name__, *args))
         return edited, join_checks((are_bounds, Reason.ARGUMENT_OUT_OF_RANGE), check)
 
     def edit_ranges(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, EditCheck]:
@@ -453,8 +458,9 @@ def _copy_sequences(
     check, _ = table.can_seq_cp(src, dst, *bounds)
     check = join_checks((_are_bounds(*bounds), Reason.ARGUMENT_OUT_OF_RANGE), check)
     dst = jnp.where(check.ok, dst, table.spec.sequences)
-    table, buffers = table.seq_cp(buffers, src, dst, *bounds)
-    return Cache(table=table, buffers=buffers), check
+    copied, buffers = table.seq_cp(buffers, src, dst, *bounds)
+    copied = copied.advance_version(table, hash_event("seq_cp", src, dst, *bounds))
+    return Cache(table=copied, buffers=buffers), check
 
 
 _copy = jit_table(_copy_sequences)
@@ -463,15 +469,15 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 @jit_table
 def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, EditCheck]:
-    return table.seq_keep(seq), join_checks()
+    return table.seq_keep(seq).advance_version(table, hash_event("seq_keep", seq)), join_checks()
 
 
 @jit_table
 def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[CacheTable, EditCheck]:
-    table, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
-    return table, join_checks()
+    selected, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
+    return selected.advance_version(table, hash_event("seq_select", parents, ids)), join_checks()
 
 
 def _select_sequences(
@@ -480,7 +486,9 @@ def _select_sequences(
     parents, ids = mask_unchanged_targets(table.spec, parents, ids)
     check = join_checks((table.can_seq_select(parents, ids), Reason.OUT_OF_CELLS))
     ids = jnp.where(check.ok, ids, table.spec.sequences)
-    return merge(*table.seq_select(buffers, parents, ids)), check
+    selected, buffers = table.seq_select(buffers, parents, ids)
+    selected = selected.advance_version(table, hash_event("seq_select", parents, ids))
+    return merge(selected, buffers), check
 
 
 _select_buffers = jit_table(_select_sequences)

@@ -1,20 +1,19 @@
-"""Functions that a model calls in each layer, after a ubatch was applied."""
+"""Functions that a model calls in each layer, with a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, merge, split
+from jaxkv.cache import Cache
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.donation import explain_donation_errors
 from jaxkv.core.validate import check_int32
-from jaxkv.kv.buffers import Buffers
-from jaxkv.table import KVView, check_made_for, static_layer_number
+from jaxkv.kv import layer as kv
+from jaxkv.step import Step
+from jaxkv.table import KVView, static_layer_number
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree, Shaped
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 
 @explain_donation_errors
 def attend(
-    cache: Cache,
+    step: Step,
     layer: int | Int32[Array, ""],
-    ubatch: Ubatch,
     q: Float[Array, "R T H D"],
     k: Float[Array, "R T K D"] | None = None,
     v: Float[Array, "R T K Dv"] | None = None,
@@ -39,17 +37,16 @@ def attend(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Cache, Float[Array, "R T H Dv"]]:
-    """Write keys and values of a ubatch into a layer, and attend to the visible cells.
+) -> tuple[Step, Float[Array, "R T H Dv"]]:
+    """Write keys and values of a step into a layer, and attend to the visible cells.
 
-    A token attends to those cells of the token's sequences whose positions are not above the
-    position of the token. With a window, these positions must also be in the window.
+    The shape `[R, T]` of the tokens is that of `step.valid`. A token attends to those cells of the
+    token's sequences whose positions are not above the position of the token. With a window, these
+    positions must also be in the window.
 
     Args:
-      cache: a cache to which the ubatch was applied (`apply`).
+      step: the step that the model gets, or that the last layer function returned.
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
-      ubatch: the tokens to compute, in R rows of T tokens, with padding: `[R, T]` is the shape of
-        `ubatch.valid`. No key is written for padding or a refused plan.
       q: queries, already rotated by the rope of the layer. Query head h attends to key/value head
         h // (H / K).
       k: keys, already rotated by the rope of the layer. `attend` casts keys and values to the dtype
@@ -81,138 +78,123 @@ def attend(
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
 
     Returns:
-      The cache with keys and values written, and the output in the dtype of `q`.
+      The next step, and the output in the dtype of `q`. Without `k`, the next step is the step.
 
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
       - If a token attends to a key or a value that is not finite, the token's output is NaN in the
         query heads that read this key or value. Other outputs are unaffected.
-      - If the ubatch is stale for a stream, or not applied, no key is written to the stream, and
-        the output rows of the stream are NaN.
-      - If the keys of an applied ubatch were not written to the layer, all output rows of the
-        ubatch's streams are NaN, in calls with this ubatch and with later ubatches.
+      - If the ubatch was stale, no key is written, and the rows that have a token are NaN.
+      - If a stacked cache lacks keys of tokens of a stream in the layer, since a step skipped the
+        layer, the output rows of this stream are NaN.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
-      ValueError: If the layer number is static, and the ubatch was already written to the layer in
-        the same trace. Outside of `jit`, a second write replaces the first one.
-      ValueError: If the ubatch was planned for another `TableSpec`, or the buffers were donated.
+      ValueError: If the layer number is static, and the step already wrote the layer, or did not
+        write it and `k` is omitted.
+      ValueError: If the buffers were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
-      ValueError: If a ubatch of encoder sources is passed to a self-attention layer.
+      ValueError: If a step of encoder sources is passed to a self-attention layer.
       ValueError: If a cross-attention layer gets `k`, `v` or `visible_until` with decoder tokens.
-      TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
+      TypeError: If a cache is passed as the step, or the cache has no attention layers.
       TypeError: If only one of `k` and `v` is given; if values are key slices, `v` must be None.
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If `softcap` or `causal` is traced.
       TypeError: If a bias does not return floats, or closes over traced values.
 
     Examples:
-      The second token attends to both tokens; the output of a ubatch that was not applied is NaN:
+      The second token attends to both tokens:
 
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
-      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> step = apply(cache, init_batch(cache, make_batch([1, 2])))
       >>> q, v = jnp.zeros((1, 2, 1, 1)), jnp.array([2.0, 4.0]).reshape(1, 2, 1, 1)
-      >>> after, out = attend(apply(cache, ubatch), 0, ubatch, q, q, v)
-      >>> out[0, :, 0, 0], after.buffers.v[0][0, 0, :, 0]
+      >>> step, out = attend(step, 0, q, q, v)
+      >>> out[0, :, 0, 0], step.cache.buffers.v[0][0, 0, :, 0]
       (Array([2., 3.], dtype=float32), Array([2., 4., 0., 0.], dtype=float32))
-      >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
-      Array([nan, nan], dtype=float32)
 
       A bias that falls by log 3 for each position of distance:
 
       >>> nearer = lambda query, key, head: (key - query) * math.log(3.0)
-      >>> attend(after, 0, ubatch, q, bias=nearer)[1][0, :, 0, 0]
+      >>> attend(step, 0, q, bias=nearer)[1][0, :, 0, 0]
       Array([2. , 3.5], dtype=float32)
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`, with ALiBi (`f_max_alibi_bias`) as the only bias.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
     visibility = {"causal": causal, "visible_until": visible_until}
-    table, buffers = split(cache)
-    check_made_for(table, ubatch)
-    number = _layer_number(buffers, layer)
-    table, buffers, out = table.attend(
-        buffers, number, ubatch, q, k, v, implementation=implementation, **options, **visibility
+    writes = k is not None or v is not None
+    path, part = _find_layer(step, "attend", layer, writes=writes)
+    buffers, out = kv.attend(
+        part, path[-1], q, k, v, implementation=implementation, **options, **visibility
     )
-    if k is not None:
-        cache = _record_write(cache, number, ubatch)
-    return replace(cache, table=table, buffers=buffers), out
+    return step.with_layer(path, buffers) if writes else step, out
 
 
 @explain_donation_errors
 def write_kv(
-    cache: Cache,
+    step: Step,
     layer: int | Int32[Array, ""],
-    ubatch: Ubatch,
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K Dv"] | None = None,
-) -> Cache:
-    """Write keys and values of a ubatch into a layer, without attention.
+) -> Step:
+    """Write keys and values of a step into a layer, without attention; return the next step.
 
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. No
-    key is written for padding, or for a ubatch that is refused, stale or not applied. If a key or
+    key is written for padding, or for a ubatch that was refused or stale. If a key or
     its value is not finite in the dtype of the buffers, the stored key is NaN, and the stored value
     is zero.
 
     Args:
-      cache: a cache to which the ubatch was applied (`apply`).
+      step: the step that the model gets, or that the last layer function returned.
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
-      ubatch: the tokens whose keys and values are written; `[R, T]` is the shape of `ubatch.valid`.
       k: keys, already rotated by the rope of the layer. `write_kv` casts keys and values to the
         dtype of the cache.
       v: values; None if `value_dim` of the spec is a slice, so that values are parts of the keys.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
-      ValueError: If the layer number is static, and the ubatch was already written to the layer in
-        the same trace. Outside of `jit`, a second write replaces the first one.
-      ValueError: If the ubatch was planned for another `TableSpec`, or the buffers were donated.
+      ValueError: If the layer number is static, and the step already wrote the layer.
+      ValueError: If the buffers were donated.
       ValueError: If encoder sources are written to a self-attention layer, or other tokens to a
         cross-attention layer.
-      TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
+      TypeError: If a cache is passed as the step, or the cache has no attention layers.
       TypeError: If `v` is missing, or `v` is passed although values are slices of the keys.
       TypeError: If the layer number is traced and the cache is not stacked.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
-      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> step = apply(cache, init_batch(cache, make_batch([1, 2])))
       >>> k, v = jnp.ones((1, 2, 1, 1)), jnp.array([2.0, jnp.inf]).reshape(1, 2, 1, 1)
-      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, k, v)
+      >>> cache = write_kv(step, 0, k, v).cache
       >>> cache.buffers.k[0][0, 0, :, 0], cache.buffers.v[0][0, 0, :, 0]
       (Array([ 1., nan,  0.,  0.], dtype=float32), Array([2., 0., 0., 0.], dtype=float32))
 
     llama.cpp: `cpy_k` and `cpy_v`.
     """
-    table, buffers = split(cache)
-    check_made_for(table, ubatch)
-    number = _layer_number(buffers, layer)
-    table, buffers = table.write_kv(buffers, number, ubatch, k, v)
-    return replace(_record_write(cache, number, ubatch), table=table, buffers=buffers)
+    path, part = _find_layer(step, "attend", layer, writes=True)
+    return step.with_layer(path, kv.write_kv(part, path[-1], k, v))
 
 
 @explain_donation_errors
 def read_kv(
-    cache: Cache,
+    step: Step,
     layer: int | Int32[Array, ""],
-    ubatch: Ubatch,
     *,
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> KVView:
-    """Return the keys and values in a layer, and the attention mask of the tokens of a ubatch.
+    """Return the keys and values in a layer, and the attention mask of the tokens of a step.
 
-    `read_kv` groups the tokens of the ubatch into P lists. All tokens of a list are in one stream,
+    `read_kv` groups the tokens of the step into P lists. All tokens of a list are in one stream,
     and the result has the keys and values of all cells of this stream. If S is 1, or if each row r
-    of the ubatch has the tokens of sequence r, there is one list for each stream. Otherwise, there
+    of the step has the tokens of sequence r, there is one list for each stream. Otherwise, there
     is one list for each row. Reshape queries and their positions to `[P, T, ...]`; P and T are the
     first two sizes of the mask.
 
     Args:
-      cache: a cache to which the ubatch was applied. The keys and values of the ubatch must already
-        be written to the layer (`write_kv`).
+      step: a step that already wrote its keys and values to the layer (`write_kv`).
       layer: number of the layer, 0 to L - 1; static, or traced if the cache is stacked.
-      ubatch: the tokens that attend to the cells.
       causal: If False, tokens also attend to later tokens of the ubatch, see `attend`.
       visible_until: the highest position that each token attends to, see `attend`.
 
@@ -225,20 +207,20 @@ def read_kv(
       - A key that is masked for all tokens may be NaN. Therefore mask logits with `jnp.where`, not
         by a product or a sum. Before you compute derivatives through the keys, replace keys that
         are masked for all tokens by zeros.
-      - Unless the ubatch is stale, the mask is False for padding and for tokens of a refused plan.
-      - If the ubatch is stale for a stream, or not applied, all mask entries of the stream are
-        True, and all keys of the stream are NaN.
-      - All keys of a list are NaN if an applied ubatch of the list's stream was not written to the
-        layer. All keys of a list are also NaN if one of its tokens would attend to later tokens
-        that are not written yet (`causal=False`, `visible_until`).
+      - The mask is False for padding and for tokens of a refused plan.
+      - If the ubatch was stale, all mask entries of a list with a token are True, and all its keys
+        are NaN.
+      - All keys of a list are NaN if a stacked cache lacks keys of tokens of the list's stream in
+        the layer, or if one of its tokens would attend to later tokens that are not written yet
+        (`causal=False`, `visible_until`).
 
     Raises:
       ValueError: If no attention layer has the layer number, or `visible_until` is not `[R, T]`.
-      ValueError: If the ubatch was planned for another `TableSpec`, or the buffers were donated.
+      ValueError: If the step did not write the layer, or the buffers were donated.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
-      ValueError: If a ubatch of encoder sources is passed for a self-attention layer, or
+      ValueError: If a step of encoder sources is passed for a self-attention layer, or
         `visible_until` for a cross-attention layer.
-      TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
+      TypeError: If a cache is passed as the step, or the cache has no attention layers.
       TypeError: If `causal` is traced, or the layer number is traced and the cache is not stacked.
 
     Examples:
@@ -246,10 +228,10 @@ def read_kv(
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
       >>> cache = make_cache(spec, cells=4, sequences=2)
-      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2], [3, 4]])).ubatches
+      >>> step = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]])))
       >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
-      >>> cache, out = attend(apply(cache, ubatch), 0, ubatch, x, x, x)
-      >>> k, v, mask, positions = read_kv(cache, 0, ubatch)
+      >>> step, out = attend(step, 0, x, x, x)
+      >>> k, v, mask, positions = read_kv(step, 0)
       >>> mask.astype(int)[0].tolist()
       [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
       >>> bool(jnp.allclose(ops.attention.attention(x, k, v, mask), out))
@@ -257,113 +239,117 @@ def read_kv(
 
     llama.cpp: `get_k`, `get_v` and `build_attn_inp_kq_mask`.
     """
-    table, buffers = split(cache)
-    check_made_for(table, ubatch)
-    return table.read_kv(
-        buffers, _layer_number(buffers, layer), ubatch, causal=causal, visible_until=visible_until
-    )
+    path, part = _find_layer(step, "attend", layer, writes=False)
+    return kv.read_kv(part, path[-1], causal=causal, visible_until=visible_until)
 
 
 @explain_donation_errors
-def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Array, "R ..."]]:
-    """Return the recurrent states before the first token of each row of a ubatch.
+def read_states(step: Step, layer: int) -> dict[str, Shaped[Array, "R ..."]]:
+    """Return the recurrent states before the first token of each row of a step.
 
     Args:
-      cache: a cache to which the ubatch was applied. Call `read_states` for a layer
-        before `write_states`.
+      step: a step that has not written the layer; it has one row for each sequence.
       layer: number of the layer, 0 to L - 1, static.
-      ubatch: the tokens to compute, one row for each sequence.
 
     Returns:
       A dict from the name of each state to the states of all rows, in the dtype of the spec. A
       state is zero for a sequence without a stored state, for padding, and for a refused plan.
-      States are NaN (integers: the lowest value) for a stale ubatch. States are also NaN if the
-      layer did not write the states of the previous ubatch, or if `write_states` for this
-      ubatch has already overwritten these states.
+      States are NaN (integers: the lowest value) if the ubatch was stale.
 
     Raises:
-      ValueError: If the ubatch is for another `TableSpec`, even if the cache has no states.
-      ValueError: If the ubatch has encoder sources.
+      ValueError: If the step already wrote the layer (`write_states`).
+      ValueError: If the step has encoder sources.
       ValueError: If no layer has the number, the layer has no states, or the buffers were donated.
-      TypeError: If a plan is passed as the ubatch, or the layer number is traced.
+      TypeError: If a cache is passed as the step, or the layer number is traced.
       TypeError: If the cache has no states and is not hybrid.
 
     Examples:
       >>> spec = CacheSpec.recurrent(layers=2, states={"x": ((3,), jnp.bfloat16)})
       >>> cache = make_cache(spec, sequences=4)
-      >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
-      >>> read_states(apply(cache, plan), 1, plan.ubatch)["x"].shape
+      >>> step = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]])))
+      >>> read_states(step, 1)["x"].shape
       (2, 3)
 
     llama.cpp: `build_rs`.
     """
-    table, buffers = split(cache)
-    check_made_for(table, ubatch)
-    return table.read_states(buffers, static_layer_number(layer), ubatch)
+    path, part = _find_layer(step, "states", layer, writes=True)
+    return part.table.read_states(part, path[-1])
 
 
 @explain_donation_errors
-def write_states(
-    cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, Shaped[Array, "R ..."]]
-) -> Cache:
-    """Write the last E + 1 recurrent states of each row of a ubatch into a layer.
+def write_states(step: Step, layer: int, states: Mapping[str, Shaped[Array, "R ..."]]) -> Step:
+    """Write the last E + 1 recurrent states of each row of a step into a layer.
 
-    E is the argument `max_rollback` of `make_cache`. A layer writes the states of a ubatch once; a
-    second write has no effect. No state is written for padding, for a refused plan, or for a ubatch
-    that is stale or not applied.
+    E is the argument `max_rollback` of `make_cache`. No state is written for padding, or for a
+    ubatch that was refused or stale.
 
     Args:
-      cache: a cache to which the ubatch was applied (`apply`).
+      step: the step that the model gets, or that the last layer function returned.
       layer: number of the layer, 0 to L - 1, static.
-      ubatch: the computed tokens.
       states: dict from the name of each state to an array `[R, E + 1, ...]`. An array contains the
         states after each of the last E + 1 valid tokens of each row, oldest first. States are cast
-        to the dtype of the cache. `Ubatch.state_write_steps(E + 1)` returns for each of these
+        to the dtype of the cache. `step.state_write_steps(layer)` returns for each of these
         states how many tokens of the row precede the state. If the number is 0, the state is not
         written. If E is 0, an array `[R, ...]` is accepted too.
 
     Raises:
       ValueError: If state names or shapes differ from the spec.
       TypeError: If floats are passed for an integer state, or complex numbers for a float state.
-      ValueError, TypeError: If `read_states` would raise for the same cache, layer and ubatch.
+      ValueError, TypeError: If `read_states` would raise for the same step and layer.
 
     Examples:
       >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)})
       >>> cache = make_cache(spec, sequences=2)
-      >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
-      >>> cache = apply(cache, plan)
-      >>> cache = write_states(cache, 0, plan.ubatch, {"x": jnp.array([5.0, 6.0])})
-      >>> plan = init_batch(cache, make_batch([7], sequences=1))
-      >>> read_states(apply(cache, plan), 0, plan.ubatch)["x"]
+      >>> step = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]])))
+      >>> cache = write_states(step, 0, {"x": jnp.array([5.0, 6.0])}).cache
+      >>> step = apply(cache, init_batch(cache, make_batch([7], sequences=1)))
+      >>> read_states(step, 0)["x"]
       Array([6.], dtype=float32)
 
     llama.cpp: the copies to `r_l` and `s_l` that a model's graph makes.
     """
-    table, buffers = split(cache)
-    check_made_for(table, ubatch)
-    return merge(*table.write_states(buffers, static_layer_number(layer), ubatch, states))
+    path, part = _find_layer(step, "states", layer, writes=True)
+    return step.with_layer(path, part.table.write_states(part, path[-1], states))
 
 
-def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
-    """While tracing, record that a layer wrote a ubatch; raise ValueError for a second write."""
-    if not isinstance(layer, int) or not is_traced(cache.table):
-        return cache
-    last, layers = cache.written or (None, frozenset())
-    layers = layers if last is ubatch else frozenset()
-    if layer in layers:
-        raise ValueError(
-            f"expected a ubatch to write each layer once, got layer {layer} twice; give each layer "
-            "of the model its own number, and look again with attend(cache, layer, ubatch, q)"
+def _find_layer(
+    step: Step, verb: str, layer: PyTree[int | Int32[Array, ""]], *, writes: bool
+) -> tuple[tuple[PyTree, ...], Step]:
+    """Return the path of a layer, and the step in the part of the layer.
+
+    Raise a ValueError for a second write of a layer, and for a read of keys before their write.
+    """
+    if not isinstance(step, Step):
+        kind = "a cache" if isinstance(step, Cache) else str(type(step))
+        raise TypeError(
+            f"expected a step, got {kind}; pass the step that the model gets, or "
+            "step = apply(cache, ubatch)"
         )
-    return replace(cache, written=(ubatch, layers | {layer}))
+    path = step.table.find_layer(verb, _layer_number(step, layer))
+    part = step.part(*path[:-1])
+    if is_traced(path[-1]):
+        return path, part
+    is_written = path in step.written
+    if writes and is_written:
+        raise ValueError(
+            f"expected a step to write each layer once, after it read its states, got layer "
+            f"{layer} again; give each layer of the model its own number, and look at written "
+            "keys with attend(step, layer, q)"
+        )
+    if not writes and not is_written and part.table.stores(part.ubatch):
+        raise ValueError(
+            f"expected layer {layer} with the keys of the step, got it before they are written; "
+            "call attend with k and v, or write_kv, and use the step that it returns"
+        )
+    return path, part
 
 
-def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
+def _layer_number(step: Step, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
     """Return the layer number as an int, or as an int32 tracer if the cache is stacked."""
-    if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
+    if not (step.is_written is not None and is_traced(layer)):
         return static_layer_number(layer)
     if jnp.shape(layer):
         raise ValueError(
             f"expected the number of one layer, [], got {jnp.shape(layer)}; pass one integer"
         )
-    return check_int32(layer, "a layer", low=0, high=buffers.layers - 1)
+    return check_int32(layer, "a layer", low=0, high=step.is_written.size - 1)

@@ -35,7 +35,7 @@ def init_update(cache: Cache) -> MaintenancePlan:
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
       >>> cache = make_cache(spec, cells=4)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
       >>> cache, ok = seq_add(cache, 0, 1, -1, delta=4)
       >>> init_update(cache).pending.item()
       2
@@ -70,7 +70,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3, 4, 5]).cache
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
       >>> print(show(apply(cache, defrag_plan(cache))))
       owner    0 0 0 . . .
@@ -119,7 +119,7 @@ def compact(
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=4, placement="contiguous")
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
       >>> cache, _ = seq_rm(cache, 0, 0, 1)
       >>> batch = make_batch([4, 5])
       >>> init_batch(cache, batch).ok.item(), compact(cache, batch=batch).ok.item()
@@ -172,7 +172,7 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-      >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
+      >>> later = prefill(forward, params, cache, [1, 2]).cache
       >>> before, ok = rewind(later, to=cache.table)
       >>> before.num_used_cells().item(), ok.item()
       (0, True)

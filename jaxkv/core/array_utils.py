@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -17,6 +17,12 @@ from jaxkv.core.constants import END, MAX_CELLS
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
+
+DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
+"""Options of `x.at[index].set` and others, which skip indices out of range."""
+
+FILL: dict[str, Any] = {"mode": "fill", "wrap_negative_indices": False}
+"""Options of `x.at[index].get`, which returns `fill_value` for indices out of range."""
 
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:

@@ -5,7 +5,7 @@ results have a one-line `repr`. Caches have the methods `cells`, `to_text` and `
 
 Examples:
   >>> make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8, sequences=3)
-  Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: 0 used)
+  Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 688 bytes: 0 used)
 """
 
 from collections.abc import Callable

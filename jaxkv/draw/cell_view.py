@@ -92,7 +92,7 @@ def view_cells(cache: Cache) -> CellView:
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=5, sequences=3)
-      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
+      >>> cache = prefill(forward, params, cache, [[1, 2], [3]]).cache
       >>> view = seq_cp(cache, 0, 2).cache.cells()
       >>> view.position.tolist(), view.owner.tolist(), view.num_owners.tolist()
       ([[0, 1, 0, -1, -1]], [[0, 0, 1, -1, -1]], [[2, 2, 1, 0, 0]])

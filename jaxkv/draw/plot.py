@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxkv.batch import Ubatch, ubatch_of_part
-from jaxkv.cache import Cache, split
+from jaxkv.cache import Cache
 from jaxkv.core import array_utils
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY
 from jaxkv.draw.cell_view import CellView, make_cell_view, view_cells
 from jaxkv.draw.colours import PALETTE, colour_of, text_colour_on
 from jaxkv.draw.repr import format_bytes
-from jaxkv.hybrid import HybridTable
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.kv.table import CellTable
-from jaxkv.table import check_made_for
+from jaxkv.step import Step, without_buffers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,8 +155,7 @@ def occupancy(
 
 
 def attention_mask(
-    cache: Cache,
-    ubatch: Ubatch,
+    step: Step,
     *,
     part: int = 0,
     causal: bool = True,
@@ -171,8 +168,7 @@ def attention_mask(
     colour of the token's sequence; other used cells are grey.
 
     Args:
-      cache: cache to which the ubatch was applied.
-      ubatch: ubatch with the tokens to draw.
+      step: tokens to draw, such as `apply(cache, plan)`.
       part: index of the part to draw, if the cache is hybrid.
       causal: if False, tokens also attend to later positions.
       by_position: if True, the columns are positions of the token's sequence instead of cells.
@@ -180,29 +176,18 @@ def attention_mask(
 
     Raises:
       TypeError: If the cache, or the part, is recurrent or for cross-attention.
-      ValueError: If the ubatch was made for another cache, or was not applied to this cache.
-      ValueError: If a cell that the ubatch filled was overwritten later.
     """
-    table, _ = split(cache)
-    check_made_for(table, ubatch)
-    if isinstance(table, HybridTable):
-        table, ubatch = table.parts[part], ubatch_of_part(ubatch, part)
-    if not isinstance(table, CellTable) or table.spec.is_cross_attention:
+    step = without_buffers(step.part(*([part] if step.ubatch.spec.parts else [])))
+    if not isinstance(step.table, CellTable) or step.table.spec.is_cross_attention:
         raise TypeError(
-            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}; pass "
-            f"such a part, since states and encoder sources have no mask"
+            f"expected a step in a cache, or in a part, of attention, got kind "
+            f"{step.table.spec.kind!r}; pass such a part, since states and encoder sources have "
+            "no mask"
         )
-    seen = jax.jit(visible_cells_mask, static_argnames="causal")(table, ubatch, causal=causal)
-    table, ubatch, seen = to_host((table, ubatch, seen))
+    seen = jax.jit(visible_cells_mask, static_argnames="causal")(step, causal=causal)
+    table, ubatch, seen = to_host((step.table, step.ubatch, seen))
     valid = ubatch.valid
     stream = np.broadcast_to(ubatch.row_stream[:, None], valid.shape)
-    placed = ubatch.slots < table.num_cells  # False for all tokens of a refused plan
-    stamps = table.cell_hash[stream[placed], ubatch.slots[placed]]
-    if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
-        raise ValueError(
-            "expected a cache that the ubatch was applied to, got another; pass apply(cache, "
-            "ubatch)"
-        )
     view = make_cell_view(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)

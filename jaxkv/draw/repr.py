@@ -142,9 +142,9 @@ def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
         case States():
             sizes = {
                 "layers": len(buffers),
-                "cells": table.cell_hash.shape[-1],
+                "cells": table.stamp.shape[-1],
                 "sequences": table.position.shape[-2],
-                "streams": table.cell_hash.shape[-2],
+                "streams": table.stamp.shape[-2],
                 "max_rollback": table.position.shape[-1] - 1,
             }
             kind, extra = "recurrent", table.position.shape[:-2]
@@ -190,7 +190,7 @@ def _num_used_cells(table: CacheTable) -> int | None:
         position, cell = _to_numpy_or_none(table.position), _to_numpy_or_none(table.cell)
         if position is None or cell is None:
             return None
-        pairs, (streams, cells) = position.shape[-2:], table.cell_hash.shape[-2:]
+        pairs, (streams, cells) = position.shape[-2:], table.stamp.shape[-2:]
         first = np.arange(pairs[0]) // (pairs[0] // streams) * cells
         numbers = np.where(position == EMPTY, -1, cell + first[:, None])
         return sum(len({*row} - {-1}) for row in numbers.reshape(-1, pairs[0] * pairs[1]).tolist())

@@ -45,7 +45,7 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=12)
       >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
-      >>> cache = apply(cache, init_batch(cache, batch))
+      >>> cache = prefill(forward, params, cache, batch).cache
       >>> print(show(seq_cp(cache, 0, 5, 0, 1).cache))
       owner    + 0 0 11 . .
       position 0 1 2  0 . .

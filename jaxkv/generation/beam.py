@@ -165,7 +165,7 @@ def beam(
     NaN or +inf; the field `reason` of the result contains the cause.
 
     Args:
-      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: A cache in which the first beam sequence contains the prompt.
       logits: Logits of the last token of the prompt.
@@ -213,11 +213,11 @@ def beam(
     Examples:
       The model predicts t + 1 after token t, or less probably t + 2. Token 3 is the stop token:
 
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, _ = attend(step, 0, x, x, x)
       ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
-      ...     return cache, says.reshape(-1, 4)[ubatch.outputs]
+      ...     return step, says.reshape(-1, 4)[step.outputs]
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))

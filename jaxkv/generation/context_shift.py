@@ -17,6 +17,7 @@ from jaxkv.api.edits import EditResult, edit_result
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_not_donated
+from jaxkv.core.hashing import hash_event
 from jaxkv.core.validate import check_count, check_equal_lengths, check_int32, check_position
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
@@ -64,7 +65,7 @@ def context_shift(
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
       >>> cache = make_cache(spec, cells=6)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3, 4, 5, 6]).cache
       >>> cache, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=3)
       >>> print(show(cache))
       owner    0 . . . 0 0
@@ -147,7 +148,7 @@ def self_extend(
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
       >>> cache = make_cache(spec, cells=8)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache = prefill(forward, params, cache, [1, 2, 3, 4, 5]).cache
       >>> cache, ok, grouped = generation.self_extend(cache, 0, 0, group=2, width=4)
       >>> print(show(cache))
       owner    0 0 0 0 0 . . .
@@ -212,6 +213,7 @@ def _shift_sequence(
         removed,  # refused if evicted tokens would be in the window again
         moved,
     )
+    closed = closed.advance_version(table, hash_event("context_shift", *args))
     return _select_table(check.ok, closed, table), check
 
 
@@ -259,6 +261,7 @@ def _self_extend_table(
     grouped, new_done, _, check = jax.lax.while_loop(
         lambda carry: (carry[2] - width >= carry[1]) & carry[3].ok, group_once, more
     )
+    grouped = grouped.advance_version(table, hash_event("self_extend", seq, done, group, width))
     table = _select_table(check.ok, grouped, table)
     return table, _plan_shift_if(check.ok, table), jnp.where(check.ok, new_done, done), check
 

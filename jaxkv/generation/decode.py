@@ -68,7 +68,7 @@ def decode(
     Later calls do not continue an ended sequence; to continue it, call `init_decode` again.
 
     Args:
-      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: The cache that contains the prompts, or the cache in the result of an earlier call.
       state: State of each sequence, from `init_decode` or the result of an earlier call.
@@ -100,10 +100,10 @@ def decode(
     Examples:
       The model predicts the next number. 3 is the stop token, and sequence 1 may get two tokens:
 
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, _ = attend(step, 0, x, x, x)
+      ...     return step, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[step.outputs]
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> state = generation.init_decode(cache, tokens=[1, 3], max_new_tokens=[9, 2]).state

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from jaxkv.core.types import Tokens
-    from jaxkv.table import CacheTable
+    from jaxkv.step import Step
+from jaxkv.step import Step
+from jaxkv.table import CacheTable
 
-Encoder = Callable[[Any, Cache, Ubatch], Cache]
-"""Function `(params, cache, ubatch) -> cache`; the ubatch of sources is already applied."""
+Encoder = Callable[[Any, Step], Step]
+"""Function `(params, step) -> step`; the step has the tokens of sources."""
 
 
 def encode(
@@ -38,7 +40,7 @@ def encode(
     """Run an encoder, and write the encoder sources of sequences to a cache.
 
     Args:
-      encoder: Function `(params, cache, ubatch) -> cache`. Pass the same function in every call, as
+      encoder: Function `(params, step) -> step`. Pass the same function in every call, as
         for `prefill`. The ubatch contains all source tokens, and is already applied to the cache.
         For each cross-attention layer, the function passes keys and values to `write_kv`.
       params: Model parameters, any pytree.
@@ -59,14 +61,14 @@ def encode(
     Examples:
       An encoder without self-attention, and a decoder that repeats the source:
 
-      >>> def encoder(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     return write_kv(cache, 1, ubatch, x, x)
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
-      ...     cache, x = attend(cache, 1, ubatch, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
+      >>> def encoder(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     return write_kv(step, 1, x, x)
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, _ = attend(step, 0, x, x, x)
+      ...     step, x = attend(step, 1, x)
+      ...     return step, x.reshape(-1, 4)[step.outputs]
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=4)
       >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
       >>> cache = make_cache(CacheSpec.hybrid((text, [0]), (sources, [1])), cells=8, sequences=2)
@@ -92,19 +94,12 @@ def encode(
 
 
 def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> Cache:
-    cache = apply(cache, ubatch)
-    after = encoder(params, cache, ubatch)
-    if not isinstance(after, Cache):
+    step = encoder(params, apply(cache, ubatch))
+    if not isinstance(step, Step):
         raise ValueError(
-            f"expected a cache from encoder, got {type(after)}; return the cache from encoder"
+            f"expected a step from encoder, got {type(step)}; return the step of the last write_kv"
         )
-    pairs = zip(*(jax.tree.leaves(x.buffers) for x in (cache, after)), strict=False)
-    if all(old is new for old, new in pairs):
-        raise ValueError(
-            "expected an updated cache from encoder, got its input cache; return the cache of the "
-            "last write_kv"
-        )
-    return after
+    return step.cache
 
 
 def _build_encode_program(encoder: Callable[[], Encoder]) -> jax.stages.Wrapped:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.array_utils import DROP, is_concrete
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.padding import take_last_tokens
 from jaxkv.generation.sampler import Sampler
@@ -121,7 +121,7 @@ class FilterSampler(Sampler):
     ) -> Float[Array, "Z V"]:
         rows = jnp.arange(recent.shape[0])[:, None]
         where = jnp.where(recent < 0, logits.shape[1], recent)
-        times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
+        times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, **DROP)
         if self.repeat_penalty is not None:
             repeat = _as_column(self.repeat_penalty)
             weaker = jnp.where(logits > 0, logits / repeat, logits * repeat)

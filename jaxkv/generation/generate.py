@@ -68,7 +68,7 @@ def generate(
     calls `speculate` instead of `decode`. Sequence `i * num_samples + j` is sample j of prompt i.
 
     Args:
-      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       prompts: P lists of tokens, each with at least one token, or an array `[P, n]` with -1 as
         padding.
@@ -110,10 +110,10 @@ def generate(
     Examples:
       The model predicts the next number, and 3 is the stop token:
 
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, _ = attend(step, 0, x, x, x)
+      ...     return step, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[step.outputs]
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> options = dict(spec=spec, max_new_tokens=5, stop_tokens=[3])
       >>> generate(forward, jnp.eye(4), [[0, 1], [3]], **options).lists()

@@ -15,6 +15,7 @@ from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.donation import check_not_donated
+from jaxkv.step import Step
 from jaxkv.table import check_made_for
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 X = TypeVar("X")
 
-Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
-"""Function `(params, cache, ubatch) -> cache, logits [O, V]`, called after `apply`."""
+Forward = Callable[[Any, Step], tuple[Step, jax.Array]]
+"""Model function `(params, step) -> step, logits [O, V]`."""
 
 
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
@@ -43,7 +44,7 @@ def model_step(
     `Plan.ok` to detect a refused ubatch.
 
     Args:
-      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: The cache for which the ubatch was planned.
       ubatch: One of `Plan.ubatches`, such as `plan_step(cache, tokens).ubatch`.
@@ -54,17 +55,16 @@ def model_step(
       tokens. Rows after the last output token are padding.
 
     Raises:
-      ValueError: If the model function does not return an updated cache and float logits `[O, V]`.
-      ValueError: If the function writes no keys in an attention layer of a cache that is not
-        stacked.
+      ValueError: If the model function does not return a step and float logits `[O, V]`.
+      ValueError: If the function did not write each layer, see `Step.cache`.
       ValueError: If the ubatch was planned for another `TableSpec`.
       TypeError: If a plan is passed as the ubatch.
 
     Examples:
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, x = attend(step, 0, x, x, x)
+      ...     return step, x.reshape(-1, 4)[step.outputs] @ params.T
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> ubatch = plan_step(cache, [1, 2]).ubatch
@@ -72,27 +72,26 @@ def model_step(
       >>> logits.shape, cache.seq_pos_max().tolist()
       ((2, 4), [0, 0])
     """
-    cache = apply(cache, ubatch)
     check_made_for(cache.table, ubatch)
-    output = forward(params, cache, ubatch)
-    if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[0], Cache):
+    step = apply(cache, ubatch)
+    output = forward(params, step)
+    if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[0], Step):
         description = type(output)
         if isinstance(output, tuple):
             description = f"({', '.join(type(item).__name__ for item in output)})"
         elif isinstance(output, jax.Array):
             description = f"an array of shape {output.shape}"
         raise ValueError(
-            f"expected a pair from forward, cache and logits, got {description}; end it with "
-            "`return cache, logits`"
+            f"expected a pair from forward, step and logits, got {description}; end it with "
+            "`return step, logits`"
         )
     after, logits = output
-    old, new = (jax.tree.leaves(x.buffers) for x in (cache, after))
-    if old and all(a is b for a, b in zip(old, new, strict=False)):
+    if after.is_written is not None and after.is_written is step.is_written:
         raise ValueError(
-            "expected an updated cache from forward, got its input cache; return the cache of the "
-            "last attend or write_states"
+            "expected a step with written layers from forward, got its input step; return the "
+            "step of the last attend"
         )
-    _check_written_layers(cache, after)
+    after = after.cache
     shape, rows = np.shape(logits), ubatch.outputs.shape[0]
     if len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise ValueError(
@@ -103,23 +102,6 @@ def model_step(
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"expected logits of floats from forward, got {logits.dtype}; cast them")
     return after, logits
-
-
-def _check_written_layers(before: Cache, after: Cache) -> None:
-    """Raise a ValueError if an attention layer has no new keys; stacked layers are not checked."""
-    pairs = zip(before.parts, after.parts, strict=True)
-    every = getattr(before.table, "layers", None)
-    for i, (old, new) in enumerate(pairs):
-        if old.table.spec.kind != "attention" or old.buffers.stacked:
-            continue
-        first, last = ([jax.tree.leaves(k)[0] for k in part.buffers.k] for part in (old, new))
-        unwritten = [n for n, (a, b) in enumerate(zip(first, last, strict=True)) if a is b]
-        if unwritten:
-            layers = [every[i][n] for n in unwritten] if every else unwritten
-            raise ValueError(
-                f"expected keys from forward in each layer of the cache, got none in layers "
-                f"{layers}; call attend once for each layer, with its number"
-            )
 
 
 def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:

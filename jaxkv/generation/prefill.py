@@ -37,7 +37,7 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`. The ubatch is already
+      forward: Function `(params, step) -> step, logits [O, V]`. The ubatch is already
         applied to the cache, and applying it again has no effect. Pass the same function, or the
         same method of one object, in every call: a new lambda in each call is compiled again.
       params: Model parameters, any pytree.
@@ -74,10 +74,10 @@ def prefill(
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
 
     Examples:
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, x = attend(step, 0, x, x, x)
+      ...     return step, x.reshape(-1, 4)[step.outputs] @ params.T
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [1, 2, 3])
       >>> logits.shape, cache.num_used_cells().item()
@@ -191,11 +191,11 @@ def warm_up(
 
     Examples:
       >>> compiled = []
-      >>> def forward(params, cache, ubatch):
-      ...     compiled.append(ubatch.valid.shape)
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
+      >>> def forward(params, step):
+      ...     compiled.append(step.valid.shape)
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, x = attend(step, 0, x, x, x)
+      ...     return step, x.reshape(-1, 4)[step.outputs] @ params.T
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=32)
       >>> cache = warm_up(forward, jnp.eye(4), cache, ubatch_size=8)
       >>> cache, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]), ubatch_size=8)

@@ -97,7 +97,7 @@ def init_decode(
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=8, sequences=2)
-      >>> cache = apply(cache, init_batch(cache, make_batch([1])))
+      >>> cache = prefill(forward, params, cache, [1]).cache
       >>> cache, ok = seq_cp(cache, 0, 1)
       >>> logits = jnp.repeat(jnp.array([[0.0, 2.0, 1.0, 1.5]]), 2, axis=0)
       >>> sampler = generation.make_sampler(temperature=1.0)

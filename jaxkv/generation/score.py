@@ -14,7 +14,7 @@ from jaxkv.api.edits import seq_select
 from jaxkv.batch import make_batch
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import is_concrete, is_traced
+from jaxkv.core.array_utils import DROP, FILL, is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.partitioning import check_sharding_rules
 from jaxkv.core.validate import check_int32
@@ -49,7 +49,7 @@ def score(
     Without prompts, common prefixes of concrete texts are computed once.
 
     Args:
-      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       texts: A list of tokens for each of Z texts, or an array `[Z, n]`. An array may be traced, and
         may contain -1 as padding at any index.
@@ -76,11 +76,11 @@ def score(
     Examples:
       A model that predicts the next number with a probability of 0.7:
 
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, _ = attend(step, 0, x, x, x)
       ...     x = jnp.log(jnp.roll(x, 1, axis=-1) * 0.6 + 0.1)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
+      ...     return step, x.reshape(-1, 4)[step.outputs]
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> out = score(forward, jnp.eye(4), [[2, 3], [2, 2, 3]], prompts=[[0, 1]], spec=spec)
       >>> (10 * jnp.exp(out[:, :3])).round().tolist()
@@ -212,7 +212,7 @@ def _score_rows(
     """
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
-    following = following.at[order].get(mode="fill", fill_value=-1)
+    following = following.at[order].get(**FILL, fill_value=-1)
     logprobs = logprob_of(logits, following, following >= 0)
     logprobs = logprobs[place[:, :-1]]
     first = jnp.zeros(tokens.shape[:1])
@@ -235,13 +235,13 @@ def _update_last_logits(
     row = jnp.take_along_axis(place, last, axis=1)[:, 0]
     into = jnp.where(level.sequences < 0, count, level.sequences)
     last_logits = jnp.zeros((count, logits.shape[1])) if last_logits is None else last_logits
-    return last_logits.at[into].set(logits[row], mode="drop")
+    return last_logits.at[into].set(logits[row], **DROP)
 
 
 def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
     """Return, for each token, the index of its output row in the logits; 0 if it has none."""
     row = jnp.zeros(tokens.size, jnp.int32)
-    return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
+    return row.at[order].set(jnp.arange(order.size), **DROP).reshape(tokens.shape)
 
 
 def _levels_of_traced_rows(

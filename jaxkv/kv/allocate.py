@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.hashing import hash_overwritten_cells
-from jaxkv.kv.cells import C, Cells, advance_history_fields, is_layer_incomplete
+from jaxkv.kv.cells import C, Cells, incomplete_layers
 from jaxkv.kv.eviction import evict_cells
 from jaxkv.kv.slots import choose_in_stream, longest_run
 from jaxkv.kv.tiles import order_open_tiles_first
@@ -41,30 +42,29 @@ def choose_cells(
             return choose_in_stream(cells, open_cells, position, number, total)[0]
         order = order_open_tiles_first(open_cells)
         nth, _ = choose_in_stream(cells, open_cells[order], position[order], number, total)
-        return order.at[nth].get(mode="fill", fill_value=cells.num_cells)
+        return order.at[nth].get(**FILL, fill_value=cells.num_cells)
 
     return jax.vmap(choose_for_stream)(open_cells, cells.position, demand)
 
 
 def mark_used(
-    cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"]
+    cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"] | None
 ) -> C:
     """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell.
 
     `is_incomplete[s, l]` is True if layer l lacks keys and values of new cells in stream s.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
-    marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
-        cells = evict_cells(cells, nothing.at[stream, slots].set(True, mode="drop"))
+        cells = evict_cells(cells, nothing.at[stream, slots].set(True, **DROP))
 
     def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
+        return field.at[stream, slots].set(value, **DROP, unique_indices=True)
 
     # The hash of an overwritten cell must differ from the hash of this cell in older tables.
-    old_hash = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
+    old_hash = cells.stamp.at[stream, slots].get(**FILL, fill_value=0)
     words = range(cells.owners.shape[1])
     owners = [set_slots(cells.owners[:, w], new_cells.owners[:, w]) for w in words]
     return replace(
@@ -72,7 +72,9 @@ def mark_used(
         position=set_slots(cells.position, new_cells.position),
         owners=jnp.stack(owners, axis=1),
         shift=set_slots(cells.shift, new_cells.shift),
-        cell_hash=set_slots(cells.cell_hash, hash_overwritten_cells(old_hash, new_cells.cell_hash)),
+        stamp=set_slots(cells.stamp, hash_overwritten_cells(old_hash, new_cells.stamp)),
         content=set_slots(cells.content, new_cells.content),
-        **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
+        incomplete=jax.tree.map(
+            lambda old, new: old | (gets & new), incomplete_layers(cells), is_incomplete
+        ),
     )

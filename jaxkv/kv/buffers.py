@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import nbytes, out_of_range_slots
+from jaxkv.core.array_utils import DROP, nbytes, out_of_range_slots
 from jaxkv.core.constants import END
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import (
@@ -409,7 +409,7 @@ def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)
-    turns = turns.at[streams, slots].set(turn, mode="drop", unique_indices=True)
+    turns = turns.at[streams, slots].set(turn, **DROP, unique_indices=True)
     # If `new` was computed from the same array, it must be read before the write. A branch that
     # is never taken keeps the compiler from fusing the read into the write.
     new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, indices_of_true, resolve_range_end
+from jaxkv.core.array_utils import DROP, divmod_nonnegative, indices_of_true, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes, sum_hashes
+from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.window import Window
 
@@ -46,13 +46,13 @@ class Cells:
     owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
     shift: Position of each cell minus the position for which its key is rotated; 0 if empty.
     evicted_below: One past the highest evicted position of each sequence.
-    cell_hash: Hash of each cell's keys and values; every overwrite of the cell changes this hash.
+    stamp: Number of each cell's keys and values; every overwrite of the cell changes this number.
+      A cell that a ubatch fills gets a hash of the version of its stream and of its index.
     content: Hash of each cell's token and of the position for which the key was computed. Copies
       and moves of a cell preserve this hash.
-    history: Two hashes of all writes to each stream: before and after the last ubatch. After a copy
-      or the load of a snapshot, the two hashes are equal.
-    written: For each stream and layer, a hash of the ubatches that the layer wrote; equals
-      `history[:, 1]` if the layer wrote all applied ubatches.
+    version: Number of each stream; every ubatch and every edit that changes the stream changes it.
+    incomplete: Whether each layer lacks keys of tokens of each stream; None if the cache is not
+      stacked, because then no layer can be skipped.
     shards: The n of placement "striped:n", static; 1 for other placements.
     ubatch_size: Largest number of tokens of a ubatch, static; None for no limit.
     """
@@ -61,10 +61,10 @@ class Cells:
     owners: UInt32[Array, "S W N"]
     shift: Int32[Array, "S N"]
     evicted_below: Int32[Array, " Q"]
-    cell_hash: UInt32[Array, "S N"]
+    stamp: UInt32[Array, "S N"]
     content: UInt32[Array, "S N"]
-    history: UInt32[Array, "S 2"]
-    written: UInt32[Array, "S L"]
+    version: UInt32[Array, " S"]
+    incomplete: Bool[Array, "S L"] | None
     placement: Placement = field(metadata={"static": True})
     shards: int = field(metadata={"static": True})
     window: Window | None = field(metadata={"static": True})
@@ -74,7 +74,7 @@ class Cells:
     @property
     def is_batch(self) -> bool:
         """Whether the arrays have a leading batch axis, added by `jax.vmap`."""
-        return self.cell_hash.ndim != 2
+        return self.stamp.ndim != 2
 
     @property
     def streams(self) -> int:
@@ -97,8 +97,10 @@ class Cells:
         return self.sequences // self.streams
 
 
-@partial(jax.jit, static_argnames=("layers", "cells", "sequences", "streams"))
-def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> dict[str, jax.Array]:
+@partial(jax.jit, static_argnames=("stacked_layers", "cells", "sequences", "streams"))
+def empty_fields(
+    *, stacked_layers: int, cells: int, sequences: int, streams: int
+) -> dict[str, jax.Array | None]:
     """Return the arrays of `Cells` for a table of empty cells, by field name."""
     words = -(-(sequences // streams) // WORD)
     return {
@@ -106,10 +108,10 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
         "owners": jnp.zeros((streams, words, cells), jnp.uint32),
         "shift": jnp.zeros((streams, cells), jnp.int32),
         "evicted_below": jnp.zeros((sequences,), jnp.int32),
-        "cell_hash": jnp.zeros((streams, cells), jnp.uint32),
+        "stamp": jnp.zeros((streams, cells), jnp.uint32),
         "content": jnp.zeros((streams, cells), jnp.uint32),
-        "history": jnp.zeros((streams, 2), jnp.uint32),
-        "written": jnp.zeros((streams, layers), jnp.uint32),
+        "version": jnp.zeros((streams,), jnp.uint32),
+        "incomplete": jnp.zeros((streams, stacked_layers), bool) if stacked_layers else None,
     }
 
 
@@ -237,7 +239,7 @@ def seq_cp(
         with_owners(cells, cells.owners | (gained[..., None] & to_word_mask(shared))),
         evicted_below=cells.evicted_below.at[
             jnp.where(is_sequence(cells, dst), dst, cells.sequences)
-        ].max(missed, mode="drop"),
+        ].max(missed, **DROP),
     )
 
 
@@ -263,7 +265,7 @@ def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"
     others = cells.owners & ~replaced[..., None]
     owners = jax.lax.fori_loop(0, targets.size, add_owner, others)
     missed = cells.evicted_below[parents]
-    evicted_below = cells.evicted_below.at[targets].set(missed, mode="drop")
+    evicted_below = cells.evicted_below.at[targets].set(missed, **DROP)
     return replace(with_owners(cells, owners), evicted_below=evicted_below)
 
 
@@ -321,79 +323,37 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
     return fold_over_true(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
 
 
-def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
-    """Return a hash of `position`, `owners`, `shift` and `cell_hash` for each stream."""
-    index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
-    owners = jnp.moveaxis(cells.owners, 1, -1)
-    cell = hash_cells(index, cells.position, cells.shift, cells.cell_hash, owners)
-    found = jnp.sum(cell, axis=1, dtype=jnp.uint32)
-    if cells.window is None:
-        return found
-    marks = cells.evicted_below.reshape(cells.streams, cells.sequences_per_stream)
-    sequence = chain_hashes(
-        jnp.broadcast_to(jnp.arange(cells.sequences_per_stream), marks.shape), marks
+def advance_version(cells: C, old: Cells, event: UInt32[Array, "*#S"]) -> C:
+    """Return the table after an edit of `old`, with new versions of the changed streams."""
+
+    def changes(new: jax.Array, was: jax.Array) -> jax.Array:
+        return jnp.any((new != was).reshape(cells.streams, -1), axis=1)
+
+    names = ("position", "owners", "shift", "stamp", "evicted_below")
+    changed = reduce(
+        jnp.logical_or, [changes(getattr(cells, name), getattr(old, name)) for name in names]
     )
-    return sum_hashes(found, jnp.sum(sequence, axis=1, dtype=jnp.uint32))
-
-
-def hash_cells(
-    index: Int[Array, "*#n"],
-    position: Int32[Array, "*#n"],
-    shift: Int32[Array, "*#n"],
-    cell_hash: UInt32[Array, "*#n"],
-    owners: UInt32[Array, "*#n W"],
-) -> UInt32[Array, "*#n"]:
-    """Return the number that each cell adds to `stream_hash`."""
-    return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
+    version = jnp.where(changed, chain_hashes(old.version, event), old.version)
+    return replace(cells, version=version)
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return `old` with new `cell_hash` and `written`, and whether its keys are still stored."""
-    # If the hashes of a cell are equal, the cell still has the keys and values of `old`.
-    ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
-    before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
-    whole = (
-        (cells.written == past)
-        | ~is_layer_incomplete(cells)
-        | (cells.written == before) & (past != after)
-    )
-    written = jnp.where(whole, past, cells.written)
-    # If `old` uses cells that are empty in `cells`, `written` of `cells` is incomplete.
-    still = jnp.all(is_cell_empty(old) | ~is_cell_empty(cells), axis=1, keepdims=True)
-    return replace(
-        old, cell_hash=cells.cell_hash, written=jnp.where(still, written, old.written)
-    ), ok
+    """Return `old` with new stamps and versions, and whether its keys are still stored."""
+    # If the stamps of a cell are equal, the cell still has the keys and values of `old`.
+    ok = jnp.all((cells.stamp == old.stamp) | is_cell_empty(old))
+    return advance_version(replace(old, stamp=cells.stamp), cells, old.version), ok
 
 
-def is_layer_incomplete(cells: Cells) -> jax.Array:
-    """Return for each stream which layers lack keys and values of its tokens, `[S, L]` bool.
-
-    If the arrays of the table are NumPy arrays, the result is a NumPy array.
-    """
-    return (cells.written != cells.history[:, 1:]) & ~is_cell_empty(cells).all(
-        axis=1, keepdims=True
-    )
+def incomplete_layers(cells: Cells) -> Bool[Array, "S L"] | None:
+    """Return `cells.incomplete`, but False for streams without tokens."""
+    is_used = ~is_cell_empty(cells).all(axis=1, keepdims=True)
+    return jax.tree.map(lambda x: x & is_used, cells.incomplete)
 
 
-def advance_history_fields(
-    history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
-) -> dict[str, UInt32[Array, "S _"]]:
-    """Return the fields `history` and `written` after a copy, by field name.
-
-    `is_incomplete[s, l]` is True if layer l lacks keys and values of tokens in stream s.
-    """
-    # Without the 1, the hash of two zeros would be 0.
-    mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
-    return {
-        "history": jnp.broadcast_to(mark, history.shape),
-        "written": jnp.where(is_incomplete, mark + 1, mark),
-    }
-
-
-def hashes_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
-    """Return the array `cell_hash` after a rotation of the keys in the given cells."""
-    # The shift is hashed, so that two tables that rotate a key differently get different hashes.
-    return jnp.where(where, chain_hashes(cells.cell_hash, cells.shift), cells.cell_hash)
+def stamps_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
+    """Return the array `stamp` after a rotation of the keys in the given cells."""
+    # The shift is hashed, so that two tables that rotate a key differently get different stamps.
+    return jnp.where(where, chain_hashes(cells.stamp, cells.shift), cells.stamp)
 
 
 def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import out_of_range_slots
+from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.core.loops import repeat
@@ -35,10 +35,9 @@ from jaxkv.kv.buffers import (
 from jaxkv.kv.cells import (
     C,
     Cells,
-    advance_history_fields,
     evicted_below_of_copy,
+    incomplete_layers,
     is_in_range,
-    is_layer_incomplete,
     is_sequence,
 )
 from jaxkv.kv.shift import CHUNK
@@ -109,13 +108,12 @@ def _replace_range(
     count = _round_up_to_chunks(cells, end)
     does = does & (dst >= 0) & (dst < cells.streams)
     of_dst = jnp.where(does, dst, 0)
-    old = cells.cell_hash[of_dst]
-    marks = advance_history_fields(cells.history[of_dst][None], is_layer_incomplete(source))
+    old = cells.stamp[of_dst]
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
+        return field.at[jnp.where(does, dst, cells.streams)].set(value, **DROP)
 
-    stamp = hash_overwritten_cells(old, source.cell_hash[0])
+    stamp = hash_overwritten_cells(old, source.stamp[0])
     new = replace(
         cells,
         position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
@@ -124,9 +122,11 @@ def _replace_range(
         evicted_below=row(
             cells.evicted_below, evicted_below_of_copy(source, jnp.int32(0), start, stop)
         ),
-        cell_hash=row(cells.cell_hash, jnp.where(index < count, stamp, old)),
+        stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
         content=row(cells.content, source.content[0]),
-        **{name: row(getattr(cells, name), value[0]) for name, value in marks.items()},
+        incomplete=jax.tree.map(
+            lambda x, of: row(x, of[0]), cells.incomplete, incomplete_layers(source)
+        ),
     )
     return new, count
 
@@ -191,15 +191,12 @@ def _replace_streams(
     count = _round_up_to_chunks(cells, jnp.max(used_cells) + 1)
     local, is_own = to_local_index(targets, axes, cells.streams)
     local = jnp.where(does & is_own, local, cells.streams)
-    old = cells.cell_hash.at[local].get(mode="fill", fill_value=0)
-    stamp = jnp.where(index < count, hash_overwritten_cells(old, lines.cell_hash), old)
-    history = cells.history.at[local].get(mode="fill", fill_value=0)
-    lines = replace(
-        lines, cell_hash=stamp, **advance_history_fields(history, is_layer_incomplete(lines))
-    )
+    old = cells.stamp.at[local].get(**FILL, fill_value=0)
+    stamp = jnp.where(index < count, hash_overwritten_cells(old, lines.stamp), old)
+    lines = replace(lines, stamp=stamp)
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[local].set(value, mode="drop")
+        return field.at[local].set(value, **DROP)
 
     return jax.tree.map(put, cells, lines), count
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import divmod_nonnegative, out_of_range_slots, resolve_range_end
+from jaxkv.core.array_utils import DROP, divmod_nonnegative, out_of_range_slots, resolve_range_end
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import (
     AxisPartition,
@@ -35,8 +35,8 @@ from jaxkv.kv.cells import (
     clear,
     evicted_below_of_copy,
     fold_over_true,
+    incomplete_layers,
     is_in_range,
-    is_layer_incomplete,
     is_owned_by,
     is_sequence,
     locate_owner_bit,
@@ -110,7 +110,9 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
     source, _ = divmod_nonnegative(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
     comes = jnp.any(comes, axis=1)  # [S, S], target and source
-    incomplete = jnp.any(comes[..., None] & is_layer_incomplete(cells)[None], axis=1)
+    incomplete = jax.tree.map(
+        lambda x: jnp.any(comes[..., None] & x[None], axis=1), incomplete_layers(cells)
+    )
     filled = map_streams(base, mark_used, slots, new_cells, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.demand, 0)
@@ -177,7 +179,7 @@ def _plan_transfer(
         with_owners(base, base.owners & ~combine_sequence_bits(targets)[..., None]),
         evicted_below=base.evicted_below.at[
             jnp.where(is_cross_stream, targets, cells.sequences)
-        ].set(marks, mode="drop"),
+        ].set(marks, **DROP),
     )
     is_copied = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(cells, start, stop)
     # Targets of one stream with the same parent share one copy, made for the first of them.
@@ -221,7 +223,7 @@ def _queue_copies(
 
     def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
         new_cells, origin, num_copied = queue
-        line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
+        line = [cells.position, cells.owners, cells.shift, cells.stamp, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]
         position, owners, shift, stamp, content = line
         is_copied = (owners[word[i]] >> bit[i]) & 1 == 1
@@ -241,7 +243,7 @@ def _queue_copies(
             position=put(new_cells.position, position[cell]),
             owners=put(new_cells.owners, whose[:, None]),
             shift=put(new_cells.shift, shift[cell]),
-            cell_hash=put(new_cells.cell_hash, stamp[cell]),
+            stamp=put(new_cells.stamp, stamp[cell]),
             content=put(new_cells.content, content[cell]),
         )
         origin = put(origin, theirs[i] * cells.num_cells + cell)

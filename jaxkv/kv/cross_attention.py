@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Ubatch
+from jaxkv.batch import CrossAttentionSlots, Ubatch
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import out_of_range_slots, resolve_range_end
 from jaxkv.core.constants import EMPTY
@@ -17,18 +17,10 @@ from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.table import CellTable
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec, mask_unchanged_targets
-from jaxkv.table import EditCheck, KVView, join_checks
+from jaxkv.table import EditCheck, join_checks
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
-
-    from jaxkv.core.types import Tokens
-
-
-class CrossAttentionSlots(NamedTuple):
-    """Slots of decoder tokens, which use no cells: 0 for a valid token, else past the last cell."""
-
-    looks: Int32[Array, "R T"]
+    from jaxtyping import Array, Bool, Int, Int32
 
 
 @jax.tree_util.register_dataclass
@@ -65,13 +57,7 @@ class CrossAttentionTable(CellTable):
 
     def occupy(self, ubatch: Ubatch) -> Self:
         """Store the tokens of sources in their slots; decoder tokens leave the table unchanged."""
-        return self if isinstance(ubatch.slots, CrossAttentionSlots) else super().occupy(ubatch)
-
-    def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Return the hash of each stream after a ubatch; decoder tokens do not change the hash."""
-        if isinstance(ubatch.slots, CrossAttentionSlots):
-            return ubatch.hash_before
-        return super().stream_hash_after(ubatch, occupied)
+        return super().occupy(ubatch) if self.stores(ubatch) else self
 
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
@@ -151,76 +137,11 @@ class CrossAttentionTable(CellTable):
         del seq, pos
         return jnp.array(True)
 
-    def attend(
-        self,
-        buffers: Buffers,
-        layer: int,
-        ubatch: Ubatch,
-        q: Float[Array, "R T H D"],
-        k: Float[Array, "R T K D"] | None = None,
-        v: Float[Array, "R T K Dv"] | None = None,
-        *,
-        visible_until: Tokens | None = None,
-        **options: Any,
-    ) -> tuple[CellTable, Buffers, Float[Array, "R T H Dv"]]:
-        """Attend from decoder tokens to whole sources, or from source tokens to their source."""
-        if not isinstance(ubatch.slots, CrossAttentionSlots):
-            return super().attend(
-                buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options
-            )
-        if k is not None or v is not None:
-            _refuse_to_write()
-        _refuse_visible_until(visible_until)
-        return super().attend(
-            buffers,
-            layer,
-            _as_attention_ubatch(ubatch),
-            q,
-            None,
-            None,
-            **options | {"causal": False},
-        )
-
-    def write_kv(
-        self,
-        buffers: Buffers,
-        layer: int,
-        ubatch: Ubatch,
-        k: Float[Array, "R T K D"],
-        v: Float[Array, "R T K Dv"] | None = None,
-    ) -> tuple[CellTable, Buffers]:
-        """Write the keys and values of sources; raise for a ubatch of decoder tokens."""
-        if isinstance(ubatch.slots, CrossAttentionSlots):
-            _refuse_to_write()
-        return super().write_kv(buffers, layer, ubatch, k, v)
-
-    def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """Return the keys and values of sources, all visible to decoder tokens."""
-        if not isinstance(ubatch.slots, CrossAttentionSlots):
-            return super().read_kv(buffers, layer, ubatch, **options)
-        _refuse_visible_until(options.get("visible_until"))
-        return super().read_kv(buffers, layer, _as_attention_ubatch(ubatch), causal=False)
+    def stores(self, ubatch: Ubatch) -> bool:
+        """Return whether a ubatch has tokens of sources."""
+        return not isinstance(ubatch.slots, CrossAttentionSlots)
 
 
 def as_source_table(table: CellTable) -> CrossAttentionTable:
     """Convert a `CellTable` to a `CrossAttentionTable`."""
     return CrossAttentionTable(**{f.name: getattr(table, f.name) for f in fields(table)})
-
-
-def _as_attention_ubatch(ubatch: Ubatch) -> Ubatch:
-    """Return a ubatch of decoder tokens in the form that `CellTable.attend` requires."""
-    # All sequences of a shared token have the same source, so the first sequence is sufficient.
-    no_more = jnp.zeros_like(ubatch.more)  # the source is complete in every ubatch
-    return replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
-
-
-def _refuse_visible_until(visible_until: Tokens | None) -> None:
-    if visible_until is not None:
-        raise ValueError("expected no visible_until for a source, got one; leave it out")
-
-
-def _refuse_to_write() -> NoReturn:
-    raise ValueError(
-        "expected queries only for a cross-attention layer, got keys and values; write these for "
-        "the ubatch of init_batch(encoder=True)"
-    )

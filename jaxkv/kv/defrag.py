@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import indices_of_true
+from jaxkv.core.array_utils import DROP, FILL, indices_of_true
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import repeat
@@ -121,7 +121,7 @@ def _plan_stream_moves(
     start, length = start[order], length[order]
 
     def take_at_run_starts(cells: jax.Array) -> jax.Array:
-        return cells.at[start].get(mode="fill", fill_value=size)
+        return cells.at[start].get(**FILL, fill_value=size)
 
     return DefragPlan(
         source=take_at_run_starts(source),
@@ -139,8 +139,8 @@ def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Arra
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)
     leaving, gaps = has_used & (rank >= used), ~has_used & (rank < used)
-    leaves = cells.at[indices_of_true(leaving, rank.size)].get(mode="fill", fill_value=False)
-    enter = jnp.zeros_like(cells).at[indices_of_true(gaps, rank.size)].set(leaves, mode="drop")
+    leaves = cells.at[indices_of_true(leaving, rank.size)].get(**FILL, fill_value=False)
+    enter = jnp.zeros_like(cells).at[indices_of_true(gaps, rank.size)].set(leaves, **DROP)
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
@@ -160,13 +160,13 @@ def move_cells(
 
         owners = [move_field(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
         # The hash of an overwritten cell must differ from the hash of this cell in older tables.
-        stamp = mix(_gather_cells(cells.cell_hash, source) + 1)
+        stamp = mix(_gather_cells(cells.stamp, source) + 1)
         return replace(
             cells,
             position=move_field(cells.position, EMPTY),
             owners=jnp.stack(owners, axis=1),
             shift=move_field(cells.shift, 0),
-            cell_hash=_scatter_cells(cells.cell_hash, destination, stamp),
+            stamp=_scatter_cells(cells.stamp, destination, stamp),
             content=_scatter_cells(
                 cells.content, destination, _gather_cells(cells.content, source)
             ),
@@ -211,11 +211,11 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
     def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
         ends = jnp.cumsum(plan.length)
         run = jnp.searchsorted(ends, turn, side="right")
-        inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)
+        inside = turn - (ends - plan.length).at[run].get(**FILL, fill_value=0)
         is_move = turn < ends[-1]
         past = size + jnp.arange(CHUNK)  # distinct, because writes require unique indices
-        source = plan.source.at[run].get(mode="fill", fill_value=0) + inside
-        destination = plan.destination.at[run].get(mode="fill", fill_value=0) + inside
+        source = plan.source.at[run].get(**FILL, fill_value=0) + inside
+        destination = plan.destination.at[run].get(**FILL, fill_value=0) + inside
         return jnp.where(is_move, source, past), jnp.where(is_move, destination, past)
 
     return jax.vmap(of_stream)(plan)
@@ -223,10 +223,10 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
 
 def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
     """Return a table field `[S, N]` at cells `[S, n]`; 0 for cells past the last one."""
-    return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(field, cell)
+    return jax.vmap(lambda row, at: row.at[at].get(**FILL, fill_value=0))(field, cell)
 
 
 def _scatter_cells(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
     """Write values into a table field `[S, N]` at cells `[S, n]`."""
-    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop", unique_indices=True))
+    put = jax.vmap(lambda row, at, new: row.at[at].set(new, **DROP, unique_indices=True))
     return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
-from jaxkv.core.array_utils import is_traced, stack_unfused
+from jaxkv.batch import CrossAttentionSlots, Ubatch, row_mesh_axes
+from jaxkv.core.array_utils import is_traced
+from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.partitioning import (
     AxisPartition,
     broadcast_from_owner,
@@ -23,7 +24,6 @@ from jaxkv.core.partitioning import (
     map_shards,
 )
 from jaxkv.core.validate import check_int32
-from jaxkv.kv import slots
 from jaxkv.kv.buffers import (
     Buffers,
     HeadSizes,
@@ -34,7 +34,6 @@ from jaxkv.kv.buffers import (
     shardable_sizes,
     write_keys_and_values,
 )
-from jaxkv.kv.cells import C, Cells
 from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
 from jaxkv.ops.attention import dispatch as attention
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
@@ -45,19 +44,18 @@ from jaxkv.ops.head_rows import pad_queries, split_rows_of_cells, take_own_heads
 from jaxkv.ops.layer_stack import LayerView, gather_streams
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import codes_and_scales, dequantise
+from jaxkv.step import Step, mask_step_rows, step_partition_specs, without_buffers
 from jaxkv.table import KVView
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
     from jaxkv.core.types import Tokens
 
 
 def attend(
-    table: C,
-    buffers: Buffers,
+    step: Step,
     layer: int | Int32[Array, ""],
-    ubatch: Ubatch,
     q: Float[Array | np.ndarray, "R T H D"],
     k: Float[Array | np.ndarray, "R T K D"] | None,
     v: Float[Array | np.ndarray, "R T K Dv"] | None,
@@ -69,10 +67,12 @@ def attend(
     causal: bool = True,
     visible_until: Tokens | None = None,
     implementation: Implementation | None = None,
-) -> tuple[C, Buffers, Float[Array, "R T H Dv"]]:
-    """Implement `jaxkv.attend` for attention layers."""
-    layer_kv, sizes = _get_layer_kv(buffers, layer)
-    new = () if k is None and v is None else _check_kv(ubatch, sizes, k, v)
+) -> tuple[Buffers, Float[Array, "R T H Dv"]]:
+    """Implement `jaxkv.attend` for a step of an attention cache; return its next buffers."""
+    writes = k is not None or v is not None
+    step, causal = _as_reader_of_sources(step, causal, visible_until, writes=writes)
+    ubatch, (layer_kv, sizes) = step.ubatch, _get_layer_kv(step.buffers, layer)
+    new = _check_kv(ubatch, sizes, k, v) if writes else ()
     _check_array("q", q)
     if sinks is not None:
         _check_array("sinks", sinks)
@@ -95,69 +95,79 @@ def attend(
     options = make_options(size**-0.5 if scale is None else scale, softcap, sinks)
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
-    arrays = new, q, options, added, visible_until
-    layer_written = _layer_history(table, layer)
-    layer_written, layer_kv, out = _attend_layer(
-        table, ubatch, layer_kv, layer_written, *arrays, causal, implementation, sizes
+    layer_kv, out = _attend_layer(
+        without_buffers(step),
+        layer_kv,
+        _incomplete_streams(step, layer, writes=writes),
+        new,
+        q,
+        options,
+        added,
+        visible_until,
+        causal,
+        implementation,
+        sizes,
     )
-    if not new:
-        return table, buffers, out
-    return (
-        _with_layer_history(table, layer, layer_written),
-        buffers.with_layer(layer, *layer_kv),
-        out,
-    )
+    return step.buffers.with_layer(layer, *layer_kv) if new else step.buffers, out
 
 
 def write_kv(
-    table: C,
-    buffers: Buffers,
+    step: Step,
     layer: int | Int32[Array, ""],
-    ubatch: Ubatch,
     k: Float[Array | np.ndarray, "R T K D"],
     v: Float[Array | np.ndarray, "R T K Dv"] | None,
-) -> tuple[C, Buffers]:
-    """Implement `jaxkv.write_kv` for attention layers."""
-    layer_kv, sizes = _get_layer_kv(buffers, layer)
-    new = _check_kv(ubatch, sizes, k, v)
-    layer_written = _layer_history(table, layer)
-    layer_written, layer_kv = _write_layer(table, ubatch, layer_kv, layer_written, new)
-    return _with_layer_history(table, layer, layer_written), buffers.with_layer(layer, *layer_kv)
+) -> Buffers:
+    """Implement `jaxkv.write_kv` for a step of an attention cache; return its next buffers."""
+    step, _ = _as_reader_of_sources(step, causal=True, visible_until=None, writes=True)
+    layer_kv, sizes = _get_layer_kv(step.buffers, layer)
+    new = _check_kv(step.ubatch, sizes, k, v)
+    return step.buffers.with_layer(layer, *_write_layer(without_buffers(step), layer_kv, new))
 
 
 def read_kv(
-    table: Cells,
-    buffers: Buffers,
+    step: Step,
     layer: int | Int32[Array, ""],
-    ubatch: Ubatch,
     *,
     causal: bool = True,
     visible_until: Tokens | None = None,
 ) -> KVView:
-    """Implement `jaxkv.read_kv` for attention layers."""
-    visible_until = _check_visible_until(visible_until, ubatch, causal)
-    layer_kv, sizes = _get_layer_kv(buffers, layer)
-    layer_written = _layer_history(table, layer)
-    return _visible_kv(table, ubatch, layer_kv, layer_written, visible_until, causal, sizes)
+    """Implement `jaxkv.read_kv` for a step of an attention cache."""
+    step, causal = _as_reader_of_sources(step, causal, visible_until, writes=False)
+    visible_until = _check_visible_until(visible_until, step.ubatch, causal)
+    layer_kv, sizes = _get_layer_kv(step.buffers, layer)
+    incomplete = _incomplete_streams(step, layer, writes=False)
+    return _visible_kv(without_buffers(step), layer_kv, incomplete, visible_until, causal, sizes)
 
 
-def _layer_history(table: Cells, layer: int | jax.Array) -> jax.Array:
-    """Return `table.written[:, layer]`."""
-    # XLA on CPUs compiles equal loops once. A loop that slices `written` differs in each layer.
-    return stack_unfused([table.written[:, layer], table.history[:, 1]], 1)[:, 0]
+def _incomplete_streams(step: Step, layer: int | jax.Array, *, writes: bool) -> jax.Array | None:
+    """Return in which streams a layer of a stacked cache lacks keys, `[S]` bool; else None."""
+    if step.is_written is None:
+        return None
+    incomplete = step.table.incomplete[:, layer]
+    return incomplete if writes else incomplete | ~step.is_written[layer]
 
 
-def _with_layer_history(table: C, layer: int | jax.Array, layer_written: jax.Array) -> C:
-    """Set `table.written[:, layer]`; do nothing if a traced layer number is out of range."""
-    written = table.written
-    if is_traced(layer):
-        here = jnp.arange(written.shape[1]) == layer  # all False for a layer out of range
-        written = jnp.where(here, layer_written[:, None], written)
-    else:
-        # From a concatenation, XLA can read the hashes of one layer without those of other layers.
-        parts = written[:, :layer], layer_written[:, None], written[:, layer + 1 :]
-        written = jnp.concatenate(parts, axis=1)
-    return replace(table, written=written)
+def _as_reader_of_sources(
+    step: Step, causal: bool, visible_until: Tokens | None, *, writes: bool
+) -> tuple[Step, bool]:
+    """For decoder tokens in a cross-attention part, return a step that sees the whole source.
+
+    The second result is the option `causal`. Other steps are returned unchanged.
+    """
+    ubatch = step.ubatch
+    if not isinstance(ubatch.slots, CrossAttentionSlots):
+        return step, causal
+    if writes:
+        raise ValueError(
+            "expected queries only for a cross-attention layer, got keys and values; write these "
+            "for the ubatch of init_batch(encoder=True)"
+        )
+    if visible_until is not None:
+        raise ValueError("expected no visible_until for a source, got one; leave it out")
+    # All sequences of a shared token have the same source, so the first sequence is sufficient.
+    no_more = jnp.zeros_like(ubatch.more)  # the source is complete in every ubatch
+    ubatch = replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
+    return replace(step, ubatch=ubatch), False
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> tuple[LayerKV, HeadSizes]:
@@ -235,30 +245,24 @@ def _check_visible_until(
 
 
 def _write_local_kv(
-    split: AxisPartition,
-    layer_kv: LayerKV,
-    ubatch: Ubatch,
-    where: jax.Array,
-    new: tuple[jax.Array, ...],
+    split: AxisPartition, layer_kv: LayerKV, ubatch: Ubatch, new: tuple[jax.Array, ...]
 ) -> LayerKV:
-    if not new:
-        return layer_kv
+    slots = ubatch.slots
     if split.cells:
         first = first_local_index(split.cells, layer_kv[0].shape[2])
-        where = offset_slots_into_range(where, first, layer_kv[0].shape[2])
-    return write_keys_and_values(*layer_kv, ubatch.row_stream, where, *new)
+        slots = offset_slots_into_range(slots, first, layer_kv[0].shape[2])
+    return write_keys_and_values(*layer_kv, ubatch.row_stream, slots, *new)
 
 
 def _local_visibility(
     split: AxisPartition,
-    table: Cells,
-    ubatch: Ubatch,
+    step: Step,
     layer_kv: LayerKV,
     causal: bool,
     visible_until: jax.Array | None,
 ) -> Visibility:
     visibility, count = (
-        visibility_of(table, ubatch, causal=causal, visible_until=visible_until),
+        visibility_of(step, causal=causal, visible_until=visible_until),
         layer_kv[0].shape[2],
     )
     return (
@@ -268,11 +272,14 @@ def _local_visibility(
     )
 
 
-def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return `slots.committed_slots`; if the layer is out of range, no row counts as current."""
-    where, current = slots.committed_slots(table, ubatch)
+def _is_readable(step: Step, layer_kv: LayerKV, incomplete: jax.Array | None) -> Bool[Array, " R"]:
+    """Return which rows can attend to a layer; the output of other rows is NaN."""
+    readable = ~step.is_stale
+    if incomplete is not None:  # rows without slots have zeros, as in a refused plan
+        has_slots = jnp.any(step.ubatch.slots < MAX_CELLS, axis=1)
+        readable &= ~(incomplete[step.ubatch.row_stream] & has_slots)
     keys, _ = codes_and_scales(layer_kv[0])
-    return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current
+    return readable & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else readable
 
 
 def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -280,71 +287,53 @@ def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 @jax.jit
-def _write_layer(
-    table: Cells,
-    ubatch: Ubatch,
-    layer_kv: LayerKV,
-    layer_written: jax.Array,
-    new: tuple[jax.Array, ...],
-) -> tuple[jax.Array, LayerKV]:
+def _write_layer(step: Step, layer_kv: LayerKV, new: tuple[jax.Array, ...]) -> LayerKV:
+    table = step.table
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
 
-    def write_on_shard(
-        table: Cells,
-        ubatch: Ubatch,
-        layer_kv: LayerKV,
-        layer_written: jax.Array,
-        new: tuple[jax.Array, ...],
-    ) -> tuple[jax.Array, LayerKV]:
-        ubatch = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
-        where, _ = slots.committed_slots(table, ubatch)
-        layer_written = slots.layer_history_after(table, ubatch, where, layer_written)
-        return layer_written, _write_local_kv(split, layer_kv, ubatch, where, new)
+    def write_on_shard(step: Step, layer_kv: LayerKV, new: tuple[jax.Array, ...]) -> LayerKV:
+        step = mask_step_rows(step, split.streams)
+        return _write_local_kv(split, layer_kv, step.ubatch, new)
 
-    of_new = P(row_mesh_axes(ubatch, split.streams), None, split.kv_heads)
+    of_new = P(row_mesh_axes(step.ubatch, split.streams), None, split.kv_heads)
     of_held = layer_partition_specs(split, layer_kv)
-    streams = P(split.streams)
-    in_specs = (streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, of_new)
-    run = map_shards(table.sharding_rules, write_on_shard, in_specs, (streams, of_held))
-    return run(table, ubatch, layer_kv, layer_written, new)
+    in_specs = step_partition_specs(step, split.streams), of_held, of_new
+    run = map_shards(table.sharding_rules, write_on_shard, in_specs, of_held)
+    return run(step, layer_kv, new)
 
 
 @partial(jax.jit, static_argnames=("causal", "sizes"))
 def _visible_kv(
-    table: Cells,
-    ubatch: Ubatch,
+    step: Step,
     layer_kv: LayerKV,
-    layer_written: jax.Array,
+    incomplete: jax.Array | None,
     visible_until: jax.Array | None,
     causal: bool,
     sizes: HeadSizes,
 ) -> KVView:
+    table, ubatch = step.table, step.ubatch
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
     heads_per_row = sizes.kv_heads // layer_kv[0].shape[1]
 
     def read_on_shard(
-        table: Cells,
-        ubatch: Ubatch,
+        step: Step,
         layer_kv: LayerKV,
-        layer_written: jax.Array,
+        incomplete: jax.Array | None,
         visible_until: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
-        share = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
-        visibility = _local_visibility(split, table, share, layer_kv, causal, visible_until)
-        _, current = _slots_to_write(table, share, layer_kv)
-        whole = current & slots.can_read_layer(table, share, layer_written)
-        if (
-            ahead := needs_unwritten_tokens(
-                table, share, causal=causal, visible_until=visible_until
-            )
-        ) is not None:
+        own = mask_step_rows(step, split.streams)
+        visibility = _local_visibility(split, own, layer_kv, causal, visible_until)
+        current = ~own.is_stale
+        whole = _is_readable(own, layer_kv, incomplete)
+        ahead = needs_unwritten_tokens(own, causal=causal, visible_until=visible_until)
+        if ahead is not None:
             whole &= ~jnp.any(ahead, axis=1)
         mask = compute_mask(visibility)
         if shared_axes:  # each row is a list, on all devices
             mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), shared_axes)
-            lists = partial(gather_sharded, axes=shared_axes, index=ubatch.row_stream)
+            lists = partial(gather_sharded, axes=shared_axes, index=step.ubatch.row_stream)
             (keys, values), positions = jax.tree.map(
                 lists, (gather_streams(layer_kv, None), visibility.position)
             )
@@ -366,18 +355,16 @@ def _visible_kv(
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
     of_held = layer_partition_specs(split, layer_kv)
-    streams = P(split.streams)
-    in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
+    in_specs = step_partition_specs(step, split.streams), of_held, P(split.streams), P(rows)
     run = map_shards(table.sharding_rules, read_on_shard, in_specs, out_specs)
-    return KVView(*run(table, ubatch, layer_kv, layer_written, visible_until))
+    return KVView(*run(step, layer_kv, incomplete, visible_until))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation", "sizes"))
 def _attend_layer(
-    table: Cells,
-    ubatch: Ubatch,
+    step: Step,
     layer_kv: LayerKV,
-    layer_written: jax.Array,
+    incomplete: jax.Array | None,
     new: tuple[jax.Array, ...],
     q: jax.Array,
     options: AttentionOptions,
@@ -386,15 +373,14 @@ def _attend_layer(
     causal: bool,
     implementation: Implementation | None,
     sizes: HeadSizes,
-) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
+) -> tuple[tuple[PyTree, ...], jax.Array]:
     """Write `new` (if not empty) into a layer, and attend."""
     # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
     # rows, and one collective merges the partial softmaxes of each row.
-    split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
-    heads = axes_of_queries(
-        table.sharding_rules, current_mesh(table.sharding_rules), *layer_kv, q.shape[2]
-    )
-    rows = row_mesh_axes(ubatch, split.streams)
+    rules = step.table.sharding_rules
+    split = make_axis_partition(rules, **shardable_sizes(layer_kv[0]))
+    heads = axes_of_queries(rules, current_mesh(rules), *layer_kv, q.shape[2])
+    rows = row_mesh_axes(step.ubatch, split.streams)
     shared_axes = () if rows else split.streams
     heads_per_row = sizes.kv_heads // layer_kv[0].shape[1]
     if split.cells and implementation in ("xla", "cudnn"):
@@ -404,32 +390,26 @@ def _attend_layer(
         )
 
     def attend_on_shard(
-        table: Cells,
-        ubatch: Ubatch,
+        step: Step,
         layer_kv: LayerKV,
-        layer_written: jax.Array,
+        incomplete: jax.Array | None,
         new: tuple[jax.Array, ...],
         q: jax.Array,
         options: AttentionOptions,
         bias: BiasOfLists | None,
         visible_until: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
-        ubatch = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
-        where, current = _slots_to_write(table, ubatch, layer_kv)
-        if new:
-            layer_written = slots.layer_history_after(table, ubatch, where, layer_written)
-        current = (current & slots.can_read_layer(table, ubatch, layer_written))[:, None]
-        if (
-            ahead := needs_unwritten_tokens(
-                table, ubatch, causal=causal, visible_until=visible_until
-            )
-        ) is not None:
-            current &= ~ahead
-        visibility = _local_visibility(split, table, ubatch, layer_kv, causal, visible_until)
+    ) -> tuple[tuple[PyTree, ...], jax.Array]:
+        step = mask_step_rows(step, split.streams)
+        readable = _is_readable(step, layer_kv, incomplete)[:, None]
+        ahead = needs_unwritten_tokens(step, causal=causal, visible_until=visible_until)
+        if ahead is not None:
+            readable = readable & ~ahead
+        visibility = _local_visibility(split, step, layer_kv, causal, visible_until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
         visibility = replace(visibility, bias=bias)
-        layer_kv = _write_local_kv(split, layer_kv, ubatch, where, new)
+        if new:
+            layer_kv = _write_local_kv(split, layer_kv, step.ubatch, new)
         keys = layer_kv[0]
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
         lists = pad_queries(lists, keys.shape[1], heads_per_row, keys.shape[3])
@@ -438,15 +418,14 @@ def _attend_layer(
         sums = merge_over_devices(sums, (*split.cells, *shared_axes))
         out = attention.finalize(sums, lists, options)
         out = out.reshape(*q.shape[:3], -1)
-        current = _all_over_axes(current, shared_axes)
-        out = jnp.where(current[..., None, None], out, jnp.nan)
-        return layer_written, (layer_kv if new else ()), out
+        readable = _all_over_axes(readable, shared_axes)
+        out = jnp.where(readable[..., None, None], out, jnp.nan)
+        return (layer_kv if new else ()), out
 
     of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
     of_held = layer_partition_specs(split, layer_kv)
     in_specs = (
-        P(split.streams),
-        ubatch_partition_specs(ubatch, split.streams),
+        step_partition_specs(step, split.streams),
         of_held,
         P(split.streams),
         of_new,
@@ -455,9 +434,9 @@ def _attend_layer(
         _specs_of_bias(bias, rows, heads, split.cells),
         P(rows),
     )
-    out_specs = P(split.streams), (of_held if new else ()), of_queries
-    run = map_shards(table.sharding_rules, attend_on_shard, in_specs, out_specs)
-    return run(table, ubatch, layer_kv, layer_written, new, q, options, bias, visible_until)
+    out_specs = (of_held if new else ()), of_queries
+    run = map_shards(rules, attend_on_shard, in_specs, out_specs)
+    return run(step, layer_kv, incomplete, new, q, options, bias, visible_until)
 
 
 def _specs_of_bias(

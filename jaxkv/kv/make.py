@@ -158,7 +158,12 @@ def _make_arrays(
     lanes: int,
     devices: int,
 ) -> tuple[dict[str, jax.Array], Buffers]:
-    fields = empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams)
+    fields = empty_fields(
+        stacked_layers=spec.layers if stacked else 0,
+        cells=cells,
+        sequences=sequences,
+        streams=streams,
+    )
     buffers = _zero_buffers(spec, streams, cells, dtype, stacked, lanes, devices)
     return fields, buffers
 

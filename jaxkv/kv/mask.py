@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch
+from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.constants import MAX_CELLS
-from jaxkv.kv.cells import Cells, locate_owner_bit
+from jaxkv.kv.cells import locate_owner_bit
 from jaxkv.kv.slots import group_rows_by_stream
 from jaxkv.kv.tiles import tile_size
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
+from jaxkv.step import Step
 from jaxkv.window import last_seen
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def visibility_of(
-    cells: Cells,
-    ubatch: Ubatch,
+    step: Step,
     *,
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Visibility:
-    """Return the inputs of the attention mask for a ubatch that was applied to the table."""
+    """Return the inputs of the attention mask for a step of an attention cache."""
+    cells, ubatch = step.table, step.ubatch
     # All sequences of a shared token own the same earlier cells, or the plan is refused. Therefore
     # the mask checks only whether the first sequence of a token owns a cell.
     if ubatch.shared_with is not None and not (causal and visible_until is None):
@@ -56,29 +57,29 @@ def visibility_of(
 
 
 def needs_unwritten_tokens(
-    cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
+    step: Step, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
     """Return which tokens attend to tokens whose keys are not written yet."""
     # These tokens attend beyond the last token of their sequence in this ubatch. If `causal` is
     # False, the sequence must also continue in a later ubatch of the plan.
     if causal and visible_until is None:
         return None
+    ubatch, window = step.ubatch, step.table.window
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
     count, ids = ubatch.spec.sequences, ubatch.sequences
     last = jnp.full(count, -1, jnp.int32)
-    last = last.at[jnp.where(looks, ids, count)].max(ubatch.positions, mode="drop")
-    ahead = last_seen(cells.window, ubatch.positions, causal=causal, visible_until=visible_until)
-    ahead = looks & (ahead > last.at[ids].get(mode="fill", fill_value=-1))
+    last = last.at[jnp.where(looks, ids, count)].max(ubatch.positions, **DROP)
+    ahead = last_seen(window, ubatch.positions, causal=causal, visible_until=visible_until)
+    ahead = looks & (ahead > last.at[ids].get(**FILL, fill_value=-1))
     return ahead if visible_until is not None else ahead & ubatch.more
 
 
 def visible_cells_mask(
-    cells: Cells,
-    ubatch: Ubatch,
+    step: Step,
     *,
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Bool[Array, "R T N"]:
     """Return which cells each token attends to (llama.cpp: `set_input_kq_mask`)."""
-    mask = compute_mask(visibility_of(cells, ubatch, causal=causal, visible_until=visible_until))
-    return mask.reshape(*ubatch.valid.shape, cells.num_cells)
+    mask = compute_mask(visibility_of(step, causal=causal, visible_until=visible_until))
+    return mask.reshape(*step.valid.shape, step.table.num_cells)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
+from jaxkv.core.array_utils import FILL, divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import first_local_index
@@ -27,7 +27,6 @@ from jaxkv.kv.cells import (
     C,
     Cells,
     fold_over_true,
-    hashes_after_rotation,
     is_in_range,
     is_owned_by,
     is_sequence,
@@ -35,6 +34,7 @@ from jaxkv.kv.cells import (
     sequence_bits,
     sequence_positions,
     sequences_owning_cells,
+    stamps_after_rotation,
     with_owners,
 )
 from jaxkv.kv.eviction import accept_edit
@@ -237,7 +237,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     cells = replace(
         cells,
         shift=jnp.where(pending, 0, cells.shift),
-        cell_hash=hashes_after_rotation(cells, pending),
+        stamp=stamps_after_rotation(cells, pending),
     )
     return cells, buffers
 
@@ -270,7 +270,7 @@ def _rotate_keys(
         number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = jnp.searchsorted(count, number).astype(jnp.int32)
         stream, slot = divmod_nonnegative(cell, size)
-        begin, turns = (x.at[cell].get(mode="fill", fill_value=0) for x in (start, by))
+        begin, turns = (x.at[cell].get(**FILL, fill_value=0) for x in (start, by))
         # Padding of a chunk gets distinct slots past the last cell, since writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
 

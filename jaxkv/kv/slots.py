@@ -11,19 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, hash_tokens
-from jaxkv.core.array_utils import out_of_range_slots
-from jaxkv.core.constants import EMPTY, END, MAX_CELLS
-from jaxkv.core.hashing import chain_hashes
+from jaxkv.batch import Ubatch, expand_streams_to_rows, hash_tokens
+from jaxkv.core.array_utils import DROP, out_of_range_slots
+from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.hashing import cell_stamps, mix_linearly
 from jaxkv.kv.cells import (
     C,
     Cells,
-    hash_cells,
+    incomplete_layers,
     is_cell_empty,
     last_positions,
     locate_owner_bit,
     sequences_owning_cells,
-    stream_hash,
 )
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
@@ -34,7 +33,7 @@ from jaxkv.table import Admission, SequenceStatus
 from jaxkv.window import max_lookback
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32, UInt32
+    from jaxtyping import Array, Bool, Int, Int32
 
 
 class TokenLists(NamedTuple):
@@ -247,31 +246,30 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
-        cells = evict_cells(cells, nothing.at[where].set(True, mode="drop"))
-    words = jnp.arange(cells.owners.shape[1])
-    put = {"mode": "drop", "unique_indices": True}
+        cells = evict_cells(cells, nothing.at[where].set(True, **DROP))
+    content, owners = hash_tokens(ubatch), _owner_words(cells, ubatch)
+    is_placed = ubatch.slots < cells.num_cells
+    event = mix_linearly(content, ubatch.slots, *jnp.unstack(owners, axis=-1))
+    count, event = (
+        _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
+        for x in (is_placed, jnp.where(is_placed, event, 0))
+    )
+    version = jnp.where(count > 0, mix_linearly(cells.version, event), cells.version)
+    stamp = expand_streams_to_rows(version, ubatch.row_stream, ubatch.row_is_sequence)[:, None]
+    words = jnp.arange(owners.shape[2])
+    put = {**DROP, "unique_indices": True}
     return replace(
         cells,
         position=cells.position.at[where].set(ubatch.positions, **put),
         owners=cells.owners.at[where[0][..., None], words[None, None], where[1][..., None]].set(
-            _owner_words(cells, ubatch), **put
+            owners, **put
         ),
         shift=cells.shift.at[where].set(0, **put),
-        cell_hash=cells.cell_hash.at[where].set(ubatch.cell_hashes, **put),
-        content=cells.content.at[where].set(hash_tokens(ubatch), **put),
-        history=_history_after(cells, ubatch),
+        stamp=cells.stamp.at[where].set(cell_stamps(stamp, ubatch.slots), **put),
+        content=cells.content.at[where].set(content, **put),
+        version=version,
+        incomplete=incomplete_layers(cells),
     )
-
-
-def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    is_placed = ubatch.slots < cells.num_cells
-    count, total = (
-        _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
-        for x in (is_placed, jnp.where(is_placed, ubatch.cell_hashes, 0))
-    )
-    last = cells.history[:, 1]
-    after = jnp.stack([last, chain_hashes(last, total)], axis=1)
-    return jnp.where(count[:, None] > 0, after, cells.history)
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
@@ -296,55 +294,20 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
     return owners
 
 
-def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
-    """Return the `stream_hash` after a ubatch is applied to a table without a window."""
-    # The slots are empty before the ubatch, and `ubatch.hash_before` is the hash of the table.
-    return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
-
-
-def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    slots, streams = ubatch.slots, ubatch.row_stream
-    stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
-    owners, none = _owner_words(cells, ubatch), jnp.zeros_like(slots)
-    empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
-    occupied = ubatch.positions, none, ubatch.cell_hashes, owners
-    # XLA would recompute a difference in each layer, unlike a sum, see `hashing.sum_hashes`.
-    both = (jnp.stack(pair) for pair in zip(empty, occupied, strict=True))
-    sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
-    change = sign * hash_cells(slots[None], *both)
-    change = jnp.where(slots[None] < cells.num_cells, change, 0)
-    change = jnp.sum(change, axis=(0, 2), dtype=jnp.uint32)
-    return ubatch.hash_before + _sum_by_stream(cells, ubatch, change)
-
-
-def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, " R"]]:
-    """Return the slots to write, and whether each row is current.
-
-    A row is current if it has no slots, or if its ubatch was applied and its stream was not edited
-    afterwards. Slots are past the last cell for padding, refused plans and rows that are not
-    current.
-    """
-    placed = ubatch.slots < MAX_CELLS
-    stream = ubatch.row_stream
-    current = (stream_hash(cells) == ubatch.hash_after)[stream] | ~jnp.any(placed, axis=1)
-    slots = jnp.where(placed & current[:, None], ubatch.slots, out_of_range_slots(ubatch.slots))
-    return slots, current
-
-
-def layer_history_after(
-    cells: Cells, ubatch: Ubatch, slots: Int32[Array, "R T"], written: UInt32[Array, " S"]
-) -> UInt32[Array, " S"]:
-    """Return the field `written` of a layer after the layer has written a ubatch."""
-    # `written` is unchanged if the layer lacks other tokens of the stream.
-    count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
-    count = _sum_by_stream(cells, ubatch, count)
-    before, after = cells.history.T
-    alone = jnp.sum(~is_cell_empty(cells), axis=1, dtype=jnp.int32) == count
-    whole = (written == before) | (written == after) | alone
-    return jnp.where((count > 0) & whole, after, written)
-
-
-def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return whether a layer wrote all tokens of each row's stream; True for rows without slots."""
-    whole = written == cells.history[:, 1]
-    return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)
+def mark_incomplete(cells: C, ubatch: Ubatch, is_missing: Bool[Array, " L"]) -> C:
+    """Record which layers of a stacked cache lack the keys of a ubatch."""
+    assert cells.incomplete is not None
+    placed = jnp.any(ubatch.slots < cells.num_cells, axis=1)
+    grown = jnp.zeros(cells.streams, bool).at[ubatch.row_stream].max(placed)
+    lacking = grown & jnp.any(is_missing)
+    # Other keys are stored than after a step that wrote all layers, so the stamps differ.
+    event = jnp.sum(mix_linearly(jnp.arange(is_missing.size), is_missing), dtype=jnp.uint32)
+    version = jnp.where(lacking, mix_linearly(cells.version, event), cells.version)
+    stamp = cell_stamps(version[ubatch.row_stream][:, None], ubatch.slots)
+    where = (ubatch.row_stream[:, None], ubatch.slots)
+    return replace(
+        cells,
+        stamp=cells.stamp.at[where].set(stamp, **DROP, unique_indices=True),
+        version=version,
+        incomplete=cells.incomplete | (grown[:, None] & is_missing[None]),
+    )

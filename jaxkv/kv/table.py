@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import AxisPartition, ShardingRules
-from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, layer, sharded, shift, slots
+from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, sharded, shift, slots
 from jaxkv.kv.buffers import Buffers, shardable_sizes
 from jaxkv.kv.cells import Cells
-from jaxkv.kv.sharded import map_streams, map_streams_gather
+from jaxkv.kv.sharded import map_streams_gather
 from jaxkv.plan import Reason
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
@@ -31,7 +30,7 @@ from jaxkv.table import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
+    from jaxtyping import Array, Bool, Int32, PyTree
 
     from jaxkv.core.types import AnyMesh
 
@@ -56,10 +55,10 @@ class CellTable(Cells, CacheTable):
     seq_div = shift.seq_div
     can_resume = eviction.can_resume
     rewind = cells.rewind
+    advance_version = cells.advance_version
     count_broken_invariants = cells.count_broken_invariants
-    attend = layer.attend
-    write_kv = layer.write_kv
-    read_kv = layer.read_kv
+    mark_incomplete = slots.mark_incomplete
+    serves = "attend"
 
     @property
     def spec(self) -> TableSpec:
@@ -117,10 +116,6 @@ class CellTable(Cells, CacheTable):
                 "rope=Rope.make(...), or rope=None if keys have no positions"
             )
 
-    def stream_hash(self) -> UInt32[Array, " S"]:
-        """Return `cells.stream_hash`, computed on the device of each stream."""
-        return map_streams(self, cells.stream_hash)
-
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
         """Return `slots.sequence_status`, computed on each stream's device and all-gathered."""
         return map_streams_gather(self, slots.sequence_status, present)
@@ -133,12 +128,6 @@ class CellTable(Cells, CacheTable):
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return `cells.owns_same_cells`, computed on each stream's device and all-gathered."""
         return map_streams_gather(self, cells.owns_same_cells, partner)
-
-    def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Return `stream_hash` of the table after a ubatch is applied."""
-        if self.window is not None:
-            return occupied.stream_hash()
-        return slots.stream_hash_after(self, ubatch)
 
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
@@ -208,7 +197,7 @@ class CellTable(Cells, CacheTable):
         """Return the plan of moves that close gaps between used cells."""
         return defrag.plan_moves(self, max_moves, self.spec)
 
-    def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether `verb` is "attend"; attention layers support no other verb."""
-        del layer
-        return verb == "attend"
+    @property
+    def num_stacked_layers(self) -> int:
+        """L if the cache is stacked; otherwise 0."""
+        return 0 if self.incomplete is None else self.incomplete.shape[-1]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.core.array_utils import divmod_nonnegative
+from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative
 from jaxkv.core.constants import END
 from jaxkv.kv.cells import WORD, Cells, is_cell_empty, locate_owner_bit
 from jaxkv.kv.eviction import is_evictable
@@ -107,16 +107,16 @@ def choose_for_list(
     sequence, is_valid = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
     first = jnp.searchsorted(sequence, sequence).astype(jnp.int32)
     turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # among the tokens of its sequence
-    demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, mode="drop")
+    demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, **DROP)
 
     flags = pool.free.reshape(-1, size)
     num_empty = jnp.sum(flags, axis=1, dtype=jnp.int32)  # in each tile
     empty, owner = num_empty == size, _sole_owner(pool.owners, size, count)
-    short = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop"), 0)
+    short = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, **DROP), 0)
     heirs = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
     heir = jnp.searchsorted(heirs, jnp.cumsum(empty, dtype=jnp.int32)).astype(jnp.int32)
     owner = jnp.where(empty, heir, owner)  # U or more if a tile has no owner
-    room = jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop")
+    room = jnp.zeros_like(demand).at[owner].add(num_empty, **DROP)
 
     # Tiles in the order of sequences; used tiles of a sequence come before its empty tiles.
     by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
@@ -124,7 +124,7 @@ def choose_for_list(
     is_own = is_valid & (turn < _get_or_zero(room, sequence))
     tile, number = _locate_nth(num_empty[by_owner], start + turn)
     tile = jnp.where(is_own, _get_or_zero(by_owner, tile), num_empty.size)
-    num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, mode="drop")
+    num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, **DROP)
     further = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1
     other_tile, beyond = _locate_nth(num_empty, further)
     # The lowest empty cells of each tile are used first, so the remaining cells follow them.
@@ -132,7 +132,7 @@ def choose_for_list(
     number = jnp.where(is_own, number, _get_or_zero(total - num_empty, other_tile) + beyond)
     tile = jnp.where(is_own, tile, other_tile)
 
-    before = jnp.cumsum(flags.at[tile].get(mode="fill", fill_value=False), axis=1)
+    before = jnp.cumsum(flags.at[tile].get(**FILL, fill_value=False), axis=1)
     cell = tile * size + jnp.argmax(before > number[:, None], axis=1).astype(jnp.int32)
     if pool.evictable is not None:
         by_position = jnp.argsort(jnp.where(pool.evictable, pool.position, END), stable=True)
@@ -144,7 +144,7 @@ def choose_for_list(
 
 
 def _get_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
-    return x.at[index].get(mode="fill", fill_value=0)
+    return x.at[index].get(**FILL, fill_value=0)
 
 
 def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:

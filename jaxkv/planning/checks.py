@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.core.array_utils import divmod_nonnegative, is_concrete
+from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, is_concrete
 from jaxkv.core.constants import END
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
@@ -60,7 +60,7 @@ def check_batch(
     valid = valid & is_known
     batch = replace(batch, valid=any_per_token(valid, batch))
     ids = jnp.where(valid, members, count)
-    demand = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
+    demand = jnp.zeros(count, jnp.int32).at[ids].add(1, **DROP)
     here = demand > 0
     last, missing, pending = table.sequence_status(here)
     batch = _fill_in_defaults(batch, ids, ranks[0], demand, last)
@@ -101,10 +101,10 @@ def _fill_in_defaults(
     """Fill in the default positions and outputs of a batch."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
-        positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
+        positions = last.at[ids].get(**FILL, fill_value=-1) + 1 + ranks
         positions = first_per_token(positions, batch)
     if outputs is None:
-        outputs = ranks + 1 == demand.at[ids].get(mode="fill", fill_value=0)
+        outputs = ranks + 1 == demand.at[ids].get(**FILL, fill_value=0)
         outputs = any_per_token(outputs, batch)
     return replace(batch, positions=positions, outputs=outputs & batch.valid)
 
@@ -120,7 +120,7 @@ def _find_faults(
     """Return the `Reason`, expected position and actual position of each sequence's first fault."""
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
-    after = last.at[ids].get(mode="fill", fill_value=-1)
+    after = last.at[ids].get(**FILL, fill_value=-1)
     previous = jnp.where(ranks == 0, after, position[before])
     anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
     right = ~valid | ((anywhere | (position == previous + 1)) & (position < END))
@@ -146,9 +146,9 @@ def _find_faults(
     count, end = last.shape[0], ids.shape[0]
     # The first fault of a sequence is reported.
     index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
-    worst = jnp.full(count, end, jnp.int32).at[ids].min(index, mode="drop")
+    worst = jnp.full(count, end, jnp.int32).at[ids].min(index, **DROP)
     answer = ((reason, Reason.OK), (expected, 0), (position, 0))
-    reason, expected, found = (x.at[worst].get(mode="fill", fill_value=fill) for x, fill in answer)
+    reason, expected, found = (x.at[worst].get(**FILL, fill_value=fill) for x, fill in answer)
     return reason, expected, found
 
 
@@ -230,14 +230,14 @@ def find_diverged_pairs(
     token = jnp.where(begins, -1, token)
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
     sequences = jnp.arange(count, dtype=jnp.int32)
-    partner = sequences.at[jnp.where(begins, ids, count)].set(first, mode="drop")
+    partner = sequences.at[jnp.where(begins, ids, count)].set(first, **DROP)
     (partner_stream, number), (own_stream, own_number) = (
         divmod_nonnegative(x, spec.sequences_per_stream) for x in (partner, sequences)
     )
     same = (partner_stream == own_stream) & table.owns_same_cells(
         jnp.where(partner_stream == own_stream, number, own_number)
     )
-    matches = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
+    matches = (token == token[:, :1]) & (~begins | same.at[ids].get(**FILL, fill_value=True))
     return ((ids < count) & ~matches).reshape(-1)
 
 
@@ -253,11 +253,11 @@ def num_required_cells(
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]
     ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))
-    ids = jnp.where(fits.at[ids].get(mode="fill", fill_value=False), ids, count)
+    ids = jnp.where(fits.at[ids].get(**FILL, fill_value=False), ids, count)
     lowest = jnp.min(ids, axis=1)
     root = jnp.arange(count, dtype=jnp.int32)
     root = root.at[jnp.where(turn == 0, ids, count)].set(
-        jnp.broadcast_to(lowest[:, None], ids.shape), mode="drop"
+        jnp.broadcast_to(lowest[:, None], ids.shape), **DROP
     )
-    asks = root.at[lowest].get(mode="fill", fill_value=count)
-    return root, jnp.zeros(count, jnp.int32).at[asks].add(1, mode="drop")
+    asks = root.at[lowest].get(**FILL, fill_value=count)
+    return root, jnp.zeros(count, jnp.int32).at[asks].add(1, **DROP)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch, expand_streams_to_rows, mask_slots
-from jaxkv.core.array_utils import divmod_nonnegative, indices_of_true
+from jaxkv.batch import Batch, Ubatch, mask_slots
+from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, indices_of_true
 from jaxkv.core.constants import NO_SLOT
-from jaxkv.core.hashing import hash_contents, mix, token_hashes
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.checks import PlanBuilder, check_batch
 from jaxkv.planning.layout import count_rows, gather_rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
+    from jaxtyping import Array, Bool, Int32
 
     from jaxkv.spec import TableSpec
     from jaxkv.table import CacheTable
@@ -58,10 +57,10 @@ def place_ubatch(
 
     If a token gets no cell, the first such ubatch determines the reason of all sequences.
     """
-    ubatch, _, (table, fault) = _choose_cells(builder, index, more, outputs)
+    ubatch, _, fault = _choose_cells(builder, index, more, outputs)
     passed = jnp.all(builder.reason == Reason.OK)
     reason = jnp.where(passed, jnp.max(fault).astype(jnp.int32), builder.reason)
-    return replace(builder, table=table, reason=reason), ubatch
+    return replace(builder, table=builder.table.occupy(ubatch), reason=reason), ubatch
 
 
 @jit_table
@@ -80,8 +79,8 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 
 def _choose_cells(
     builder: PlanBuilder, index: jax.Array, more: jax.Array | None, outputs: int
-) -> tuple[Ubatch, jax.Array, tuple[CacheTable, jax.Array]]:
-    """Return a ubatch, which sequences have a mixed row, the next table, and token faults."""
+) -> tuple[Ubatch, jax.Array, jax.Array]:
+    """Return a ubatch, which sequences have a mixed row, and the fault of each token."""
     table, batch = builder.table, builder.batch
     rows = count_rows(table, *index.shape)
     index = jnp.pad(index, [(0, rows - len(index)), (0, 0)], constant_values=NO_SLOT)
@@ -90,9 +89,7 @@ def _choose_cells(
     ubatch = _build_ubatch(table, batch, index, more, outputs)
     slots, fault = table.choose_slots(ubatch)
     ubatch = replace(ubatch, slots=slots)
-    occupied = table.occupy(ubatch)
-    after = table.stream_hash_after(ubatch, occupied)
-    return replace(ubatch, hash_after=after), mixed, (occupied, fault)
+    return ubatch, mixed, fault
 
 
 def _order_rows(
@@ -112,12 +109,12 @@ def _order_rows(
     row = _row_sequence(part)
     row_sequence = jnp.where(row < 0, count, row)
     ids = jnp.where(part.valid, part.sequences, count)
-    mixed = none.at[ids].max(part.sequences != row[:, None], mode="drop")
-    mixed |= jnp.zeros(count, jnp.int32).at[row_sequence].add(1, mode="drop") > 1
+    mixed = none.at[ids].max(part.sequences != row[:, None], **DROP)
+    mixed |= jnp.zeros(count, jnp.int32).at[row_sequence].add(1, **DROP) > 1
     if index.shape[0] == count:
         rows = jnp.arange(count, dtype=jnp.int32)
-        turn = jnp.full(count, count, jnp.int32).at[row_sequence].set(rows, mode="drop")
-        index = index.at[turn].get(mode="fill", fill_value=NO_SLOT)
+        turn = jnp.full(count, count, jnp.int32).at[row_sequence].set(rows, **DROP)
+        index = index.at[turn].get(**FILL, fill_value=NO_SLOT)
     return index, mixed
 
 
@@ -141,7 +138,6 @@ def _build_ubatch(
     else:
         row = jnp.maximum(_row_sequence(part), 0)
     stream, _ = divmod_nonnegative(row, spec.sequences_per_stream)
-    before = table.stream_hash()
     pick, order = _select_outputs(part, index, outputs)
     return Ubatch(
         tokens=part.tokens,
@@ -151,33 +147,15 @@ def _build_ubatch(
         row_stream=stream,
         row_sequence=row,
         slots=None,
-        cell_hashes=token_hashes(
-            hash_contents(part.tokens, part.embeddings, part.extra),
-            part.positions,
-            part.sequences,
-            part.valid,
-            _hash_row_contexts(before, stream, row_is_sequence),
-        ),
         valid=part.valid,
-        more=part.valid & more.at[part.sequences].get(mode="fill", fill_value=False),
+        more=part.valid & more.at[part.sequences].get(**FILL, fill_value=False),
         outputs=pick,
         output_index=order,
-        hash_before=before,
-        hash_after=before,
+        version=table.version,
         spec=spec,
         row_is_sequence=row_is_sequence,
         shared_with=part.shared_with,
         extra=part.extra,
-    )
-
-
-def _hash_row_contexts(
-    digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], row_is_sequence: bool
-) -> UInt32[Array, " R"]:
-    """Return a hash of the stream of each row; for a hybrid cache, the sum over its parts."""
-    leaves = jax.tree.leaves(digests)
-    return reduce(
-        jnp.add, [expand_streams_to_rows(mix(digest), stream, row_is_sequence) for digest in leaves]
     )
 
 
@@ -190,5 +168,5 @@ def _select_outputs(
     if outputs >= tokens:  # every token may be an output: no selection is needed
         return jnp.arange(tokens, dtype=jnp.int32), order
     pick = indices_of_true(order != NO_SLOT, outputs)
-    order = order.at[pick].get(mode="fill", fill_value=NO_SLOT)
+    order = order.at[pick].get(**FILL, fill_value=NO_SLOT)
     return jnp.minimum(pick, tokens - 1), order

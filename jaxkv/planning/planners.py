@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, make_batch, mask_slots
 from jaxkv.cache import Cache, split
-from jaxkv.core.array_utils import is_concrete, next_power_of_two
+from jaxkv.core.array_utils import DROP, is_concrete, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.validate import check_bool, check_count, check_int32
 from jaxkv.jit_helpers import jit_table
@@ -102,7 +102,7 @@ def init_batch(
       >>> plan = init_batch(cache, batch)
       >>> plan.ok.item(), plan.fits.tolist()
       (False, [False, True])
-      >>> cache = apply(cache, init_batch(cache, batch.keep_sequences(plan.fits)))
+      >>> cache = prefill(forward, params, cache, batch.keep_sequences(plan.fits)).cache
       >>> cache.seq_pos_max([0, 1]).tolist()
       [-1, 1]
 
@@ -292,7 +292,7 @@ def plan_next(
     index, where = _lay_out_next_tokens(table, sequences, valid)
     plan = plan_single_ubatch(table, flat, _rank_in_rows(valid), index, outputs=count * length)
     goes_on = jnp.where(jnp.any(valid, axis=1), sequences, spec.sequences)
-    twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
+    twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, **DROP) > 1
     once = ~jnp.any(twice)
     order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NO_SLOT)
     ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), output_index=order)

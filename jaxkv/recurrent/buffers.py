@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
+from jaxkv.batch import row_mesh_axes
+from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.partitioning import (
     ShardingRules,
     broadcast_from_owner,
@@ -18,11 +18,11 @@ from jaxkv.core.partitioning import (
     map_shards,
     to_local_index,
 )
-from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import States, T
+from jaxkv.step import Step, mask_step_rows, step_partition_specs
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped, UInt32
+    from jaxtyping import Array, Shaped
 
     from jaxkv.core.types import AnyMesh
 
@@ -35,95 +35,67 @@ Cell = tuple[jax.Array, jax.Array]
 
 @jax.jit
 def read_layer_states(
-    table: States,
-    layer_hash: UInt32[Array, "S N"],
-    ubatch: Ubatch,
-    arrays: dict[str, Shaped[Array, "S N ..."]],
+    step: Step, arrays: dict[str, Shaped[Array, "S N ..."]]
 ) -> dict[str, Shaped[Array, "R ..."]]:
     """Return a layer's states before the first token of each row; keys are state names."""
-    streams, rows, specs = _layout_specs(table, ubatch)
+    table = step.table
+    streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
+    rows = row_mesh_axes(step.ubatch, streams)
 
-    def read_on_shard(
-        table: States, ubatch: Ubatch, layer_hash: jax.Array, arrays: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-        ubatch = mask_rows_of_other_devices(ubatch, streams, table.streams)
-        readable = slots.can_read_source(table, layer_hash, ubatch)
-        where = (ubatch.row_stream, ubatch.slots.source)
+    def read_on_shard(step: Step, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        step = mask_step_rows(step, streams)
+        where = (step.ubatch.row_stream, step.ubatch.slots.source)
 
         def gather_state(array: jax.Array) -> jax.Array:
             # `fill` selects, so NaN in a cell does not affect a state that starts at zero.
-            state = array.at[where].get(mode="fill", fill_value=0)
-            usable = readable.reshape(-1, *[1] * (state.ndim - 1))
-            state = jnp.where(usable, state, _unreadable_value(array.dtype))
+            state = array.at[where].get(**FILL, fill_value=0)
+            is_stale = step.is_stale.reshape(-1, *[1] * (state.ndim - 1))
+            state = jnp.where(is_stale, _unreadable_value(array.dtype), state)
             return state if rows == streams else broadcast_from_owner(state, streams)
 
         return jax.tree.map(gather_state, arrays)
 
     array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
     state_specs = {name: P(rows, *state_partition_axes(table, name)) for name in arrays}
-    in_specs = (*specs, P(streams), array_specs)
-    run = map_shards(table.sharding_rules, read_on_shard, in_specs, state_specs)
-    return run(table, ubatch, layer_hash, arrays)
+    in_specs = step_partition_specs(step, streams), array_specs
+    return map_shards(table.sharding_rules, read_on_shard, in_specs, state_specs)(step, arrays)
 
 
 @jax.jit
 def write_layer_states(
-    table: States,
-    layer_hash: UInt32[Array, "S N"],
-    ubatch: Ubatch,
+    step: Step,
     states: dict[str, Shaped[Array, "R _ ..."]],
     arrays: dict[str, Shaped[Array, "S N ..."]],
-) -> tuple[UInt32[Array, "S N"], dict[str, Shaped[Array, "S N ..."]]]:
-    """Write E + 1 states of each row into a layer; return the layer's new hashes and arrays."""
-    streams, rows, specs = _layout_specs(table, ubatch)
+) -> dict[str, Shaped[Array, "S N ..."]]:
+    """Write E + 1 states of each row into a layer; return the layer's new arrays."""
+    table = step.table
+    streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
+    rows = row_mesh_axes(step.ubatch, streams)
 
     def write_on_shard(
-        table: States,
-        ubatch: Ubatch,
-        layer_hash: jax.Array,
-        states: dict[str, jax.Array],
-        arrays: dict[str, jax.Array],
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        ubatch = mask_rows_of_other_devices(ubatch, streams, table.streams)
-        cells = slots.writable_cells(table, layer_hash, ubatch)
-        where = (ubatch.row_stream[:, None], cells)
+        step: Step, states: dict[str, jax.Array], arrays: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        ubatch = mask_step_rows(step, streams).ubatch
+        where = (ubatch.row_stream[:, None], ubatch.slots.cells)
 
         def put_state(array: jax.Array, state: jax.Array) -> jax.Array:
             new = state.astype(array.dtype)
-            return array.at[where].set(new, mode="drop", unique_indices=True)
+            return array.at[where].set(new, **DROP, unique_indices=True)
 
-        arrays = jax.tree.map(put_state, arrays, states)
-        return slots.layer_hash_after(table, layer_hash, ubatch, cells), arrays
+        return jax.tree.map(put_state, arrays, states)
 
     array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
     state_specs = {name: P(rows, None, *state_partition_axes(table, name)) for name in arrays}
-    run = map_shards(
-        table.sharding_rules,
-        write_on_shard,
-        (*specs, P(streams), state_specs, array_specs),
-        (P(streams), array_specs),
-    )
-    return run(table, ubatch, layer_hash, states, arrays)
-
-
-def _layout_specs(
-    table: States, ubatch: Ubatch
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[PyTree, Ubatch]]:
-    streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
-    mesh = current_mesh(table.sharding_rules)
-    of_table = P() if mesh is None else table_partition_specs(table, mesh)
-    return (
-        streams,
-        row_mesh_axes(ubatch, streams),
-        (of_table, ubatch_partition_specs(ubatch, streams)),
-    )
+    in_specs = step_partition_specs(step, streams), state_specs, array_specs
+    run = map_shards(table.sharding_rules, write_on_shard, in_specs, array_specs)
+    return run(step, states, arrays)
 
 
 def table_partition_specs(table: T, mesh: AnyMesh) -> T:
     """Return a `PartitionSpec` for each array of a table: the mesh splits streams."""
     rules = table.sharding_rules or ShardingRules()
     streams = rules.split(mesh, streams=table.streams)["streams"]
-    return replace(jax.tree.map(lambda _: P(streams), table), layer_hash=P(None, streams))
+    return jax.tree.map(lambda _: P(streams), table)
 
 
 def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
@@ -136,9 +108,9 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
             return stream, jnp.where(is_own, cell[1], table.num_cells)
 
         def copy_state(x: jax.Array) -> jax.Array:
-            state = x.at[to_local_cells(source, len(x))].get(mode="fill", fill_value=0)
+            state = x.at[to_local_cells(source, len(x))].get(**FILL, fill_value=0)
             return x.at[to_local_cells(target, len(x))].set(
-                broadcast_from_owner(state, streams), mode="drop"
+                broadcast_from_owner(state, streams), **DROP
             )
 
         return jax.tree.map(copy_state, buffers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import resolve_range_end
+from jaxkv.core.array_utils import DROP, FILL, resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.plan import Reason
@@ -97,8 +97,8 @@ def _assign_states(
         states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
     states = replace(
         states,
-        position=states.position.at[dst].set(position, mode="drop"),
-        cell=states.cell.at[dst].set(cell, mode="drop"),
+        position=states.position.at[dst].set(position, **DROP),
+        cell=states.cell.at[dst].set(cell, **DROP),
     )
     return states, buffers
 
@@ -113,24 +113,16 @@ def _copy_states(
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
-    source = states.cell_hash.at[origin].get(mode="fill", fill_value=0)
+    source = states.stamp.at[origin].get(**FILL, fill_value=0)
     # The cell has a new state, so older tables must have another hash for the cell.
-    stamp = hash_overwritten_cells(
-        states.cell_hash.at[where].get(mode="fill", fill_value=0), source
-    )
-    is_written = (
-        states.layer_hash.at[:, *origin].get(mode="fill", fill_value=0) == source[None]
-    )  # [L, n, E + 1]
-    layer_hash = jnp.where(is_written, stamp[None], 0)
-
-    content = states.content.at[origin].get(mode="fill", fill_value=0)
-    first = states.first_position.at[origin].get(mode="fill", fill_value=0)
+    stamp = hash_overwritten_cells(states.stamp.at[where].get(**FILL, fill_value=0), source)
+    content = states.content.at[origin].get(**FILL, fill_value=0)
+    first = states.first_position.at[origin].get(**FILL, fill_value=0)
     states = replace(
         states,
-        cell_hash=states.cell_hash.at[where].set(stamp, mode="drop"),
-        content=states.content.at[where].set(content, mode="drop"),
-        first_position=states.first_position.at[where].set(first, mode="drop"),
-        layer_hash=states.layer_hash.at[:, *where].set(layer_hash, mode="drop"),
+        stamp=states.stamp.at[where].set(stamp, **DROP),
+        content=states.content.at[where].set(content, **DROP),
+        first_position=states.first_position.at[where].set(first, **DROP),
     )
     return states, copy_cells(states, buffers, origin, where), cells
 
@@ -149,13 +141,13 @@ def _cells_of_targets(
     like = beside & is_cross_stream[:, None] & is_cross_stream[None] & (src[:, None] == src[None])
     first = jnp.argmax(like, axis=1)
     copies = (is_cross_stream & (first == turn))[:, None] & (cell < size)
-    kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), mode="drop")
+    kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), **DROP)
     # Free cells of each stream come first; copies take them in order.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
     ahead = beside & (turn[:, None] > turn[None])
     count = jnp.sum(copies, axis=1, dtype=jnp.int32)
     before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
     place = before[:, None] + jnp.cumsum(copies, axis=1, dtype=jnp.int32) - 1
-    new_cells = order.at[stream[:, None], place].get(mode="fill", fill_value=size)
+    new_cells = order.at[stream[:, None], place].get(**FILL, fill_value=size)
     new_cells = jnp.where(copies, new_cells, size)
     return jnp.where(is_cross_stream[:, None], new_cells[first], cell), copies

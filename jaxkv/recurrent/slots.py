@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, hash_tokens
-from jaxkv.core.array_utils import out_of_range_slots
+from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
 from jaxkv.core.constants import END, MAX_CELLS
+from jaxkv.core.hashing import cell_stamps, mix_linearly
 from jaxkv.plan import Reason
-from jaxkv.recurrent.states import States, T, is_occupied, stream_hash
+from jaxkv.recurrent.states import States, T, is_occupied
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, UInt32
+    from jaxtyping import Array, Int32
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +30,6 @@ class StateSlots:
 
     source: Int32[Array, " R"]
     cells: Int32[Array, "R E+1"]
-    source_hash: UInt32[Array, " R"]
 
 
 def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
@@ -43,9 +43,8 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
     cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), out_of_range_slots(new))
     cell = states.cell[ubatch.row_sequence, -1]
     source = jnp.where(placed, cell, out_of_range_slots(cell))
-    stamp = states.cell_hash.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
     fits = jnp.full(ubatch.valid.shape, Reason.OK, jnp.int32)
-    return StateSlots(source=source, cells=cells, source_hash=stamp), fits
+    return StateSlots(source=source, cells=cells), fits
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
@@ -74,73 +73,37 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
     def shift_and_set(old: jax.Array, value: jax.Array) -> jax.Array:
         old = jnp.take_along_axis(old, shifted, axis=1)
-        return old.at[seq, pair].set(value, mode="drop")
+        return old.at[seq, pair].set(value, **DROP)
 
-    before = states.content.at[ubatch.row_stream, slots.source].get(mode="fill", fill_value=0)
+    before = states.content.at[ubatch.row_stream, slots.source].get(**FILL, fill_value=0)
     token_contents = jnp.where(ubatch.valid, hash_tokens(ubatch), 0)
     content = before[:, None] + jnp.cumsum(token_contents, axis=1, dtype=jnp.uint32)
-    before = states.first_position.at[ubatch.row_stream, slots.source].get(
-        mode="fill", fill_value=END
-    )
+    before = states.first_position.at[ubatch.row_stream, slots.source].get(**FILL, fill_value=END)
     first = jnp.min(jnp.where(ubatch.valid, ubatch.positions, END), axis=1)
     where = (ubatch.row_stream[:, None], slots.cells)
-    put = {"mode": "drop", "unique_indices": True}
+    put = {**DROP, "unique_indices": True}
+    row = mix_linearly(
+        ubatch.row_sequence,
+        jnp.sum(token_contents, axis=1, dtype=jnp.uint32),
+        jnp.sum(mix_linearly(pair, slots.cells), axis=1, dtype=jnp.uint32),
+    )
+    event = jnp.zeros_like(states.version).at[ubatch.row_stream].add(jnp.where(new[:, -1], row, 0))
+    count = jnp.zeros_like(states.version).at[ubatch.row_stream].add(new[:, -1])
+    version = jnp.where(count > 0, mix_linearly(states.version, event), states.version)
+    stamp = cell_stamps(version[ubatch.row_stream][:, None], slots.cells)
     return replace(
         states,
         position=shift_and_set(
             states.position, _take_at_new_states(states, ubatch, ubatch.positions)
         ),
         cell=shift_and_set(states.cell, slots.cells),
-        cell_hash=states.cell_hash.at[where].set(
-            _take_at_new_states(states, ubatch, ubatch.cell_hashes), **put
-        ),
+        stamp=states.stamp.at[where].set(stamp, **put),
+        version=version,
         content=states.content.at[where].set(_take_at_new_states(states, ubatch, content), **put),
         first_position=states.first_position.at[where].set(
             jnp.minimum(before, first)[:, None], **put
         ),
     )
-
-
-def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return False for rows that have a slot in a stream that was edited after `apply`."""
-    same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
-    return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
-
-
-@jax.jit
-def can_read_source(
-    states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch
-) -> Bool[Array, " R"]:
-    """Return for each row whether a layer can read the state before the row's first token."""
-    source = (ubatch.row_stream, ubatch.slots.source)
-    layer_stamp = layer_hash.at[source].get(mode="fill", fill_value=0)
-    refused = ubatch.slots.source >= MAX_CELLS  # such rows read zeros
-    return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_hash))
-
-
-@jax.jit
-def writable_cells(
-    states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch
-) -> Int32[Array, "R pairs"]:
-    """Return the cell index of each new state that a layer has not written yet.
-
-    All other indices are past the last cell.
-    """
-    where = (ubatch.row_stream[:, None], ubatch.slots.cells)
-    stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
-    layer_stamp = layer_hash.at[where].get(mode="fill", fill_value=0)
-    writes = current_rows(states, ubatch)[:, None] & (layer_stamp != stamp)
-    return jnp.where(writes, ubatch.slots.cells, out_of_range_slots(ubatch.slots.cells))
-
-
-@jax.jit
-def layer_hash_after(
-    states: States, layer_hash: UInt32[Array, "S N"], ubatch: Ubatch, cells: Int32[Array, "R pairs"]
-) -> UInt32[Array, "S N"]:
-    """Return the hashes of a layer's states after the layer has written the given cells."""
-    where = (ubatch.row_stream[:, None], cells)
-    stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
-    return layer_hash.at[where].set(stamp, mode="drop", unique_indices=True)
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
@@ -149,7 +112,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
         ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
     )
     seq = jnp.where(placed, ubatch.row_sequence, states.sequences)
-    return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, mode="drop")
+    return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, **DROP)
 
 
 def _take_at_new_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:

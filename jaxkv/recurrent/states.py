@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
+from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes, sum_hashes
+from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.plan import Reason
 from jaxkv.table import EditCheck, SequenceStatus, join_checks
@@ -36,21 +36,22 @@ class States:
 
     position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
-    cell_hash: Hash of the state in each cell: the hash of the last token (`jaxkv.core.hashing`).
+    stamp: Number of the state in each cell: a hash of the version of its stream after the ubatch,
+      and of the index of the cell.
+    version: Number of each stream; every ubatch and every edit that changes the stream changes it.
     content: Sum of the hashes of all tokens in the state of each cell. The hash of a token includes
       the token's position before any shift.
     first_position: No token in the state of each cell has a lower position.
-    layer_hash: For each layer and cell, the `cell_hash` of the state that the layer wrote last.
     shard_dims: Static. A tuple (name, dimension, n) for each state that a mesh may split along
       this dimension, between its n equal blocks.
     """
 
     position: Int32[Array, "Q E+1"]
     cell: Int32[Array, "Q E+1"]
-    cell_hash: UInt32[Array, "S N"]
+    stamp: UInt32[Array, "S N"]
+    version: UInt32[Array, " S"]
     content: UInt32[Array, "S N"]
     first_position: Int32[Array, "S N"]
-    layer_hash: UInt32[Array, "L S N"]
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
     shard_dims: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
 
@@ -62,12 +63,12 @@ class States:
     @property
     def is_batch(self) -> bool:
         """True if the arrays have a leading batch axis, which `vmap` adds."""
-        return self.cell_hash.ndim != 2
+        return self.stamp.ndim != 2
 
     @property
     def streams(self) -> int:
         """Number of streams in the cache, S."""
-        return self.cell_hash.shape[0]
+        return self.stamp.shape[0]
 
     @property
     def sequences_per_stream(self) -> int:
@@ -82,22 +83,20 @@ class States:
     @property
     def num_cells(self) -> int:
         """Number of cells in each stream, N."""
-        return self.cell_hash.shape[1]
+        return self.stamp.shape[1]
 
 
-@partial(jax.jit, static_argnames=("layers", "sequences", "streams", "max_rollback"))
-def empty_fields(
-    *, layers: int, sequences: int, streams: int, max_rollback: int
-) -> dict[str, jax.Array]:
+@partial(jax.jit, static_argnames=("sequences", "streams", "max_rollback"))
+def empty_fields(*, sequences: int, streams: int, max_rollback: int) -> dict[str, jax.Array]:
     """Return the array fields of an empty `States`, by field name; `max_rollback` is E."""
     pairs, cells = (sequences, max_rollback + 1), sequences // streams * (max_rollback + 1)
     return {
         "position": jnp.full(pairs, EMPTY, jnp.int32),
         "cell": jnp.full(pairs, cells, jnp.int32),
-        "cell_hash": jnp.zeros((streams, cells), jnp.uint32),
+        "stamp": jnp.zeros((streams, cells), jnp.uint32),
+        "version": jnp.zeros((streams,), jnp.uint32),
         "content": jnp.zeros((streams, cells), jnp.uint32),
         "first_position": jnp.zeros((streams, cells), jnp.int32),
-        "layer_hash": jnp.zeros((layers, streams, cells), jnp.uint32),
     }
 
 
@@ -134,7 +133,7 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def first_positions(states: States) -> Int32[Array, " Q"]:
     """Return the lowest `first_position` of each sequence's states; END if it is empty."""
     place = streams_of_sequences(states), states.cell
-    return jnp.min(states.first_position.at[place].get(mode="fill", fill_value=END), axis=1)
+    return jnp.min(states.first_position.at[place].get(**FILL, fill_value=END), axis=1)
 
 
 def compare_last_tokens(
@@ -142,7 +141,7 @@ def compare_last_tokens(
 ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
     """Return `content` of each sequence's current state, and whether it equals `contents`."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
-    found = states.content.at[place].get(mode="fill", fill_value=0)
+    found = states.content.at[place].get(**FILL, fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
     return found, found == contents
 
@@ -150,9 +149,7 @@ def compare_last_tokens(
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
     """Return which cells of each stream are used, given the cell indices of each sequence."""
     return (
-        jnp.zeros(states.cell_hash.shape, bool)
-        .at[streams_of_sequences(states), cell]
-        .set(True, mode="drop")
+        jnp.zeros(states.stamp.shape, bool).at[streams_of_sequences(states), cell].set(True, **DROP)
     )
 
 
@@ -161,19 +158,17 @@ def num_used_cells(states: States) -> Int32[Array, ""]:
     return jnp.sum(is_occupied(states, states.cell), dtype=jnp.int32)
 
 
-def stream_hash(states: States) -> UInt32[Array, " S"]:
-    """Return a hash of `position`, `cell` and `cell_hash` for each stream of the table."""
-    _, local_ids = divmod_nonnegative(
-        jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
-    )
-    pairs = states.num_earlier_states + 1
-    index = local_ids[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
-    pair = chain_hashes(index, states.position, states.cell)
-    total = jnp.sum(pair, axis=1, dtype=jnp.uint32)
-    cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.cell_hash.shape)
-    stamp = jnp.sum(chain_hashes(cell, states.cell_hash), axis=1, dtype=jnp.uint32)
-    total = jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32)
-    return sum_hashes(total, stamp)
+def advance_version(states: T, old: States, event: UInt32[Array, "*#S"]) -> T:
+    """Return the table after an edit of `old`, with new versions of the changed streams."""
+
+    def changes(new: jax.Array, was: jax.Array) -> jax.Array:
+        return jnp.any((new != was).reshape(states.streams, -1), axis=1)
+
+    changed = changes(states.position, old.position) | changes(states.cell, old.cell)
+    changed |= changes(states.stamp, old.stamp)
+    changed |= changes(states.first_position, old.first_position)
+    version = jnp.where(changed, chain_hashes(old.version, event), old.version)
+    return replace(states, version=version)
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
@@ -291,7 +286,7 @@ def _find_moving_states(
     )
     is_own = inside & (jnp.arange(states.sequences) == seq)[:, None]
     cells = is_occupied(states, jnp.where(is_own, states.cell, states.num_cells))
-    return cells.at[streams_of_sequences(states), states.cell].get(mode="fill", fill_value=False)
+    return cells.at[streams_of_sequences(states), states.cell].get(**FILL, fill_value=False)
 
 
 def _move_first_positions(
@@ -306,13 +301,13 @@ def _move_first_positions(
     start, stop, position = jnp.maximum(start, 0), resolve_range_end(stop), states.position[seq]
     cell = jnp.where(ok & is_sequence(states, seq), states.cell[seq], states.num_cells)
     place = stream_of(states, seq), cell
-    first = states.first_position.at[place].get(mode="fill", fill_value=END)
+    first = states.first_position.at[place].get(**FILL, fill_value=END)
     low = jnp.maximum(first, start)
     moves = (low <= position) & (low < stop)
     # The lowest position of tokens that stay.
     stays = jnp.where(first < start, first, jnp.where(stop <= position, stop, END))
     first = jnp.where(moves, jnp.minimum(move(low), stays), first)
-    return replace(states, first_position=states.first_position.at[place].set(first, mode="drop"))
+    return replace(states, first_position=states.first_position.at[place].set(first, **DROP))
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
@@ -328,15 +323,14 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return the table `old` with the `cell_hash` and `layer_hash` of `states`.
+    """Return the table `old` with the stamps of `states` and new versions.
 
-    The second result is True if these hashes are equal in `old` and `states` for all cells that
-    `old` uses.
+    The second result is True if the stamps are equal in `old` and `states` for all cells that `old`
+    uses.
     """
-    same = jnp.all(states.layer_hash == old.layer_hash, axis=0) & (
-        states.cell_hash == old.cell_hash
-    )
-    back = replace(old, cell_hash=states.cell_hash, layer_hash=states.layer_hash)
+    same = states.stamp == old.stamp
+    back = replace(old, stamp=states.stamp)
+    back = advance_version(back, states, old.version)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 
@@ -344,13 +338,11 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
     """Return the number of violations of each invariant, by name of the invariant."""
     is_present, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
-    times = jax.vmap(
-        lambda row: jnp.zeros((states.num_cells,), jnp.int32).at[row].add(1, mode="drop")
-    )
+    times = jax.vmap(lambda row: jnp.zeros((states.num_cells,), jnp.int32).at[row].add(1, **DROP))
     where = (streams_of_sequences(states), states.cell)
-    put = jnp.full(states.cell_hash.shape, EMPTY).at[where].set(states.position, mode="drop")
-    same = put.at[where].get(mode="fill", fill_value=EMPTY) == states.position
-    first = states.first_position.at[where].get(mode="fill", fill_value=EMPTY)
+    put = jnp.full(states.stamp.shape, EMPTY).at[where].set(states.position, **DROP)
+    same = put.at[where].get(**FILL, fill_value=EMPTY) == states.position
+    first = states.first_position.at[where].get(**FILL, fill_value=EMPTY)
     wrong = {
         "position below -1": states.position < EMPTY,
         "position without a cell": is_present & ~celled,

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import stack_unfused
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count, check_shape
@@ -29,10 +27,11 @@ from jaxkv.recurrent.buffers import (
 )
 from jaxkv.recurrent.states import States, empty_fields
 from jaxkv.spec import TableSpec
+from jaxkv.step import Step, without_buffers
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped, UInt32
+    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
 
     from jaxkv.core.types import AnyMesh
 
@@ -67,7 +66,7 @@ class EmptyPlan(MaintenancePlan):
 class StateTable(States, CacheTable):
     """Table of a recurrent cache; has the arrays of `States` and the methods of `CacheTable`."""
 
-    stream_hash = states.stream_hash
+    advance_version = states.advance_version
     seq_pos_min = states.seq_pos_min
     seq_pos_max = states.seq_pos_max
     compare_last_tokens = states.compare_last_tokens
@@ -87,6 +86,7 @@ class StateTable(States, CacheTable):
     can_resume = states.can_resume
     rewind = states.rewind
     count_broken_invariants = states.count_broken_invariants
+    serves = "states"
 
     @property
     def spec(self) -> TableSpec:
@@ -98,12 +98,11 @@ class StateTable(States, CacheTable):
             single_sequence_rows=True,
             ubatch_size=None,
             max_rollback=self.num_earlier_states,
-            details=(("layers", self.layer_hash.shape[0]),),
         )
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
         """Return the `CacheSpec` of the layers whose states are in `buffers`."""
-        leading = self.cell_hash.ndim
+        leading = self.stamp.ndim
         states = {name: (x.shape[leading:], x.dtype) for name, x in buffers[0].items()}
         splits = {name: (dimension, parts) for name, dimension, parts in self.shard_dims}
         return CacheSpec.recurrent(len(buffers), states, splits)
@@ -164,28 +163,17 @@ class StateTable(States, CacheTable):
         del max_moves
         return EmptyPlan(spec=self.spec)
 
-    def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether the argument `verb` is "states", the only verb of recurrent layers."""
-        del layer
-        return verb == "states"
-
-    def read_states(
-        self, buffers: Buffers, layer: int, ubatch: Ubatch
-    ) -> dict[str, Shaped[Array, "R ..."]]:
+    def read_states(self, step: Step, layer: int) -> dict[str, Shaped[Array, "R ..."]]:
         """Return a layer's states before the first token of each row; keys are state names."""
-        self._check_layer(layer)
-        return read_layer_states(self, self._hash_of_layer(layer), ubatch, buffers[layer])
+        _check_layer(step.buffers, layer)
+        return read_layer_states(without_buffers(step), step.buffers[layer])
 
     def write_states(
-        self,
-        buffers: Buffers,
-        layer: int,
-        ubatch: Ubatch,
-        states: Mapping[str, Shaped[Array, "R ..."]],
-    ) -> tuple[StateTable, Buffers]:
+        self, step: Step, layer: int, states: Mapping[str, Shaped[Array, "R ..."]]
+    ) -> Buffers:
         """Check and write a layer's states, `[R, E + 1, ...]`; `[R, ...]` is valid if E is 0."""
-        self._check_layer(layer)
-        old = buffers[layer]
+        _check_layer(step.buffers, layer)
+        old = step.buffers[layer]
         if not isinstance(states, Mapping):
             raise TypeError(
                 f"expected states by name, a dict of {sorted(old)}, got {type(states)}; pass a dict"
@@ -195,7 +183,7 @@ class StateTable(States, CacheTable):
                 f"expected the states {sorted(old)}, got {sorted(states)}; use the names of the "
                 "spec"
             )
-        rows, new = len(ubatch.row_stream), {}
+        rows, new = len(step.ubatch.row_stream), {}
         for name, array in old.items():
             state, shape = states[name], (rows, self.num_earlier_states + 1, *array.shape[2:])
             if not hasattr(state, "dtype"):
@@ -213,27 +201,20 @@ class StateTable(States, CacheTable):
                     f"truncate; cast it, or make the cache with a state of {state.dtype}"
                 )
             new[name] = state
-        layer_hash, new = write_layer_states(self, self._hash_of_layer(layer), ubatch, new, old)
-        hashes = self.layer_hash
-        hashes = jnp.concatenate([hashes[:layer], layer_hash[None], hashes[layer + 1 :]])
-        return replace(self, layer_hash=hashes), (*buffers[:layer], new, *buffers[layer + 1 :])
+        new = write_layer_states(without_buffers(step), new, old)
+        return (*step.buffers[:layer], new, *step.buffers[layer + 1 :])
 
-    def _hash_of_layer(self, layer: int) -> UInt32[Array, "S N"]:
-        """Return `layer_hash[layer]`."""
-        # XLA on CPUs compiles equal loops once. A loop that slices hashes differs in each layer.
-        return stack_unfused([self.layer_hash[layer], self.cell_hash], -1)[..., 0]
-
-    def max_rollback(self, layer: int) -> int:
+    def max_rollback(self, buffers: Buffers, layer: int) -> int:
         """Return the largest number of earlier states, E, which is equal for all layers."""
-        self._check_layer(layer)
+        _check_layer(buffers, layer)
         return self.num_earlier_states
 
-    def _check_layer(self, layer: int) -> None:
-        layers = self.layer_hash.shape[0]
-        if not 0 <= layer < layers:
-            raise ValueError(
-                f"expected a layer from 0 to {layers - 1}, got {layer}; pass a layer of the cache"
-            )
+
+def _check_layer(buffers: Buffers, layer: int) -> None:
+    if not 0 <= layer < len(buffers):
+        raise ValueError(
+            f"expected a layer from 0 to {len(buffers) - 1}, got {layer}; pass a layer of the cache"
+        )
 
 
 def _is_exact_kind(given: np.dtype, stored: np.dtype) -> bool:
@@ -255,9 +236,7 @@ def make_recurrent_cache(
     )
     for name, shape, _ in spec.states:
         check_shape((streams, cells, *shape), f"the state {name}")
-    fields = empty_fields(
-        layers=spec.layers, sequences=sequences, streams=streams, max_rollback=max_rollback
-    )
+    fields = empty_fields(sequences=sequences, streams=streams, max_rollback=max_rollback)
     table = StateTable(**fields, shard_dims=spec.shard_dims)
 
     def layer() -> dict[str, jax.Array]:

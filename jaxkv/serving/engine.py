@@ -51,7 +51,7 @@ class Engine:
     `tokens_of` still returns the generated tokens of each other request.
 
     Args:
-      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: A cache that is empty except for the sequences of `prefix_store`. The input cache is
         donated; `engine.cache` is the current cache.
@@ -86,10 +86,10 @@ class Engine:
     Examples:
       The model predicts the next number, and 3 is the stop token:
 
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, _ = attend(step, 0, x, x, x)
+      ...     return step, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[step.outputs]
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> engine = serving.Engine(forward, jnp.eye(4), cache, stop_tokens=[3], prefill_chunk=8)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxkv.batch import make_batch
 from jaxkv.cache import merge
+from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.planning.layout import rank_in_sequence
@@ -158,13 +159,13 @@ def _build_chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
         num_outputs = shape[0] if table.spec.single_sequence_rows else count
         ranks = rank_in_sequence(batch.sequences, batch.valid)
-        ended = jnp.zeros(count, bool).at[batch.sequences].max(batch.outputs, mode="drop")
+        ended = jnp.zeros(count, bool).at[batch.sequences].max(batch.outputs, **DROP)
         plan = plan_single_ubatch(table, batch, ranks, index, ~ended, outputs=num_outputs)
         ubatch = plan.ubatches[0]
         cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
-        whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)
+        whose = batch.sequences.at[ubatch.output_index].get(**FILL, fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
-        of_each = of_each.at[whose].set(logits, mode="drop")
+        of_each = of_each.at[whose].set(logits, **DROP)
         return cache.table, cache.buffers, of_each, (plan.ok, plan.reason)
 
     return run

@@ -106,10 +106,10 @@ def device_bytes(
       >>> make = lambda: make_cache(spec, cells=1024, sequences=8, streams=8)
       >>> print(sharding.device_bytes(jax.eval_shape(make), mesh, sharding.ShardingRules()))
       on each of 4 devices
-      table                         82,000 bytes
+      table                         81,952 bytes
       buffers                    8,388,608 bytes
       params                             0 bytes
-      in all                     8,470,608 bytes
+      in all                     8,470,560 bytes
       sent in a step                     0 bytes
     """
     of_keys = num_kv_heads(cache)

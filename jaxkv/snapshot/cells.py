@@ -22,7 +22,7 @@ from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
 from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import Buffers, gather, scatter
-from jaxkv.kv.cells import WORD, empty_fields, is_layer_incomplete, sequence_bits, with_owners
+from jaxkv.kv.cells import WORD, empty_fields, incomplete_layers, sequence_bits, with_owners
 from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache
 from jaxkv.kv.slots import usable_cells
@@ -94,7 +94,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             return entries.get(name) or entries[f"{name}.codes"]
 
         shapes = _buffer_shapes(sizes, static, ropes, description["latent"], saved_shape)
-        table = CellTable(**empty_fields(layers=len(ropes), **sizes), **static)
+        table = CellTable(**empty_fields(stacked_layers=0, **sizes), **static)
 
         def zeros_as_saved(name: str, shape: Values) -> Values:
             if isinstance(shape, ValueSlice):
@@ -125,10 +125,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     ) -> tuple[dict[str, np.ndarray], PyTree]:
         """Copy the cells of the given sequences; keys and values are `[n, K, ...]`."""
         host = to_host(table)
-        missing = is_layer_incomplete(host)
+        missing = to_host(incomplete_layers(table))
         for seq in sequences:
             stream, _, _ = _locate_owner_bit(host, seq)
-            if missing[stream].any():
+            if missing is not None and missing[stream].any():
                 raise ValueError(
                     f"expected every layer to hold all tokens of sequence {seq}, got layers "
                     f"{np.flatnonzero(missing[stream]).tolist()} that were not written after an "
@@ -223,12 +223,12 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             gather_by_origin("content"),
             owners,
         )
-        table = _occupy_cells(rest, slots, *fields, origin, np.uint32(seed))
+        filled = _occupy_cells(rest, slots, *fields, origin, np.uint32(seed))
         streams = np.broadcast_to(
             np.arange(table.streams, dtype=np.int32)[:, None], is_filled.shape
         )
         return SlotAssignment(
-            table=table,
+            table=filled.advance_version(table, jnp.uint32(seed)),
             streams=streams[is_filled],
             cells=slots[is_filled],
             origin=origin[is_filled],
@@ -402,11 +402,11 @@ def _occupy_cells(
     origin: Int32[Array, "S N"],
     seed: UInt32[Array, ""],
 ) -> CellTable:
-    """Write restored cells into a table; compute each `cell_hash` from `seed` and `origin`."""
+    """Write restored cells into a table; compute each `stamp` from `seed` and `origin`."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
-    new_cells = replace(rest, cell_hash=stamp, **fields)
-    return mark_used(rest, slots, new_cells, jnp.zeros(rest.written.shape, bool))
+    new_cells = replace(rest, stamp=stamp, **fields)
+    return mark_used(rest, slots, new_cells, jax.tree.map(jnp.zeros_like, rest.incomplete))
 
 
 def _value_slice_bounds(v: Values) -> list[int] | None:

@@ -70,9 +70,9 @@ def inspect(source: Source) -> SnapshotInfo:
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
-      >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
-      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> step = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> keys = jnp.ones((*step.valid.shape, 1, 2))
+      >>> cache = write_kv(step, 0, keys, keys).cache
       >>> info = snapshot.inspect(snapshot.save(cache, tokens={0: [1, 2, 3]}, notes={"name": "a"}))
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
       ((0,), {0: [1, 2, 3]}, {'name': 'a'}, ('float32', (3, 1, 2)))
@@ -148,9 +148,9 @@ def load(
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=4)
-      >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
-      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> step = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> keys = jnp.ones((*step.valid.shape, 1, 2))
+      >>> cache = write_kv(step, 0, keys, keys).cache
       >>> data = snapshot.save(cache)
       >>> print(show(snapshot.load(data)))
       owner    0 0 0 .
@@ -159,7 +159,7 @@ def load(
       Load the saved sequence into sequence 2 of another cache:
 
       >>> other = make_cache(spec, cells=5, sequences=3)
-      >>> other = apply(other, init_batch(other, make_batch([[3], [4]])))
+      >>> other = prefill(forward, params, other, [[3], [4]]).cache
       >>> print(show(snapshot.load(data, into=other, sequences=[2])))
       owner    0 1 2 2 2
       position 0 0 0 1 2

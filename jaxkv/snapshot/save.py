@@ -64,9 +64,9 @@ def save(
       >>> import tempfile
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=6, sequences=2)
-      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
-      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> step = apply(cache, init_batch(cache, make_batch([[1, 2, 3], [4, 5]])))
+      >>> keys = jnp.ones((*step.valid.shape, 1, 2))
+      >>> cache = write_kv(step, 0, keys, keys).cache
       >>> path = tempfile.mkdtemp() + "/chat.safetensors"
       >>> snapshot.save(cache, path=path, sequences=[1], tokens={1: [4, 5]}, model_id="tiny")
       >>> print(show(snapshot.load(path)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import to_host
+from jaxkv.core.array_utils import DROP, FILL, to_host
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, hash_overwritten_cells
 from jaxkv.recurrent.states import empty_fields
@@ -49,7 +49,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     stream, cell: `[n]` int32. Stream index and cell index of each saved state.
     content: `[n]` uint32. Content hash of each saved state.
     first_position: `[n]` int32. No token in each state is before it; absent in older files.
-    written: `[L, n]` bool. Whether each layer wrote each state before the snapshot was saved.
+    written: `[L, n]` bool. Whether each layer wrote each state; True.
     """
 
     @staticmethod
@@ -78,14 +78,15 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
                 f"expected {len(numbers)} layers, as saved, got {sizes['layers']}; save the "
                 "snapshot again"
             )
+        count = sizes.pop("layers")
         table = StateTable(**empty_fields(**sizes), **static)
-        layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(sizes["layers"]))
+        layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(count))
         for name, (dtype, (_, *shape)) in entries.items():
             layer, _, state = name.partition(".")
-            layers[int(layer)][state] = jnp.zeros((*table.cell_hash.shape, *shape), dtype)
+            layers[int(layer)][state] = jnp.zeros((*table.stamp.shape, *shape), dtype)
         states = {name: (x.shape[2:], x.dtype) for name, x in layers[0].items()}
         shard_dims = {name: (dim, parts) for name, dim, parts in static["shard_dims"]}
-        spec = CacheSpec.recurrent(sizes.pop("layers"), states, shard_dims)
+        spec = CacheSpec.recurrent(count, states, shard_dims)
         jax.eval_shape(partial(make_recurrent_cache, spec, **sizes))
         return table, layers
 
@@ -119,7 +120,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "cell": cell,
             "content": host.content[stream, cell],
             "first_position": host.first_position[stream, cell],
-            "written": (host.layer_hash == host.cell_hash[None])[:, stream, cell],
+            "written": np.ones((len(buffers), len(cell)), bool),
         }
         take = partial(take_cells, streams=stream, cells=cell, read=_read_states, size=CHUNK)
         return found, jax.tree.map(take, buffers)
@@ -134,13 +135,14 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
         found["first_position"] = each
         found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
-        found["written"] = jax.ShapeDtypeStruct((table.layer_hash.shape[0], count), jnp.bool_)
+        found["written"] = jax.ShapeDtypeStruct((len(buffers), count), jnp.bool_)
         return found, jax.tree.map(lambda x: jax.eval_shape(_read_states, x, each, each), buffers)
 
     @staticmethod
     def check_saved_table(table: StateTable, read: Read, sequences: list[int]) -> None:
         """Raise a ValueError if a saved position or state index is invalid."""
         check_places(read, table.streams, table.num_cells)
+        check_values(read("written"), "written", read("written"), "of True; compute them again")
         position, state, stream = read("position"), read("state"), read("stream")
         size, kept = len(stream), position != EMPTY
         check_values(
@@ -189,15 +191,14 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         where[kept] = cells[index.reshape(-1)]
         host.cell[new] = where
 
-        hashes = jnp.asarray(host.cell_hash[streams, cells])
+        hashes = jnp.asarray(host.stamp[streams, cells])
         mark = chain_hashes(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
         stamp = np.asarray(hash_overwritten_cells(hashes, mark))
-        host.cell_hash[streams, cells] = stamp
+        host.stamp[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
         host.first_position[streams, cells] = _read_first_positions(read)[origin]
-        host.layer_hash[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
-        table = jax.tree.map(jnp.asarray, host)
-        return SlotAssignment(table=table, streams=streams, cells=cells, origin=origin)
+        filled = jax.tree.map(jnp.asarray, host).advance_version(table, jnp.uint32(seed))
+        return SlotAssignment(table=filled, streams=streams, cells=cells, origin=origin)
 
     @staticmethod
     def write_array(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
@@ -243,7 +244,7 @@ def _read_states(
     array: Shaped[Array, "S N *state"], streams: Int32[Array, " m"], cells: Int32[Array, " m"]
 ) -> Shaped[Array, " m *state"]:
     """Read the states in the given cells; cells past the last cell give zeros."""
-    return array.at[streams, cells].get(mode="fill", fill_value=0)
+    return array.at[streams, cells].get(**FILL, fill_value=0)
 
 
 def _write_states(
@@ -253,4 +254,4 @@ def _write_states(
     new: Shaped[Array, " m *state"],
 ) -> Shaped[Array, "S N *state"]:
     """Write states into the given cells; cells past the last cell are skipped."""
-    return array.at[streams, cells].set(new, mode="drop", unique_indices=True)
+    return array.at[streams, cells].set(new, **DROP, unique_indices=True)

@@ -347,5 +347,5 @@ def _read(
     # Only one output is valid, so the head skips the padding.
     asked = jnp.argmin(ubatch.output_index)[None]
     ubatch = replace(ubatch, outputs=ubatch.outputs[asked], output_index=ubatch.output_index[asked])
-    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
-    return cache.table, cache.buffers, logits, plan.ok
+    step, logits = forward(params, jaxkv.apply(cache, ubatch))
+    return step.cache.table, step.cache.buffers, logits, plan.ok

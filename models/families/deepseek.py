@@ -110,28 +110,27 @@ class LatentAttention(nnx.Module):
         self.to_values = heads(shape=(c.heads, c.value_dim, c.rank))
         self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output."""
         c = self.config
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
         q, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
         latent, k_rope = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
-        turn = partial(c.rope.rotate, positions=ubatch.positions)
+        turn = partial(c.rope.rotate, positions=step.positions)
         # Rotated numbers come first, since a rope rotates the first numbers of a key.
         key = jnp.concatenate([turn(k_rope), self.norm(latent)], axis=-1)
         q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])
         q = jnp.concatenate([turn(q_rope), q], axis=-1)
-        cache, out = jaxkv.attend(
-            cache,
+        step, out = jaxkv.attend(
+            step,
             self.layer,
-            ubatch,
             q,
             key,
             scale=c.scale,
             implementation=c.implementation,
         )
         out = jnp.einsum("rthc,hdc->rthd", out, self.to_values[...])
-        return cache, self.output(out.reshape(*x.shape[:2], -1))
+        return step, self.output(out.reshape(*x.shape[:2], -1))
 
 
 class Router(nnx.Module):
@@ -182,15 +181,15 @@ class Block(nnx.Module):
             count = c.routing.experts
             self.experts = Experts(c.width, c.expert_hidden, count, router, dtype, rngs)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.attention(cache, ubatch, self.attention_norm(x))
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.attention(step, self.attention_norm(x))
         x = x + out
         y = self.feed_norm(x)
         out = self.feed(y)
         if self.sparse:
             out = out + self.experts(y)
-        return cache, x + out
+        return step, x + out
 
 
 class DeepSeek(LanguageModel):

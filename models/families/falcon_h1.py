@@ -56,13 +56,13 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
         y = self.mix_norm(x)
-        cache, attended = self.attention(cache, ubatch, y)
-        cache, mixed = self.mixer(cache, ubatch, y)
+        step, attended = self.attention(step, y)
+        step, mixed = self.mixer(step, y)
         x = x + (attended + mixed)
-        return cache, x + self.feed(self.feed_norm(x))
+        return step, x + self.feed(self.feed_norm(x))
 
 
 class FalconH1(LanguageModel):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv import Ubatch
+from jaxkv import Step
 from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
@@ -62,11 +62,11 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs)
         self.after_feed_norm = norm(c.width)
 
-    def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.attention(cache, ubatch, self.attention_norm(x))
+    def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.attention(step, self.attention_norm(x))
         x = x + self.after_attention_norm(out)
-        return cache, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
+        return step, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
 
 
 class Gemma3(LanguageModel):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv import Ubatch
+from jaxkv import Step
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import llama
 from models.families.caches import windows_of
@@ -62,11 +62,11 @@ class Block(nnx.Module):
             bias=True,
         )
 
-    def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.attention(cache, ubatch, self.attention_norm(x))
+    def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.attention(step, self.attention_norm(x))
         x = x + out
-        return cache, x + self.experts(self.feed_norm(x))
+        return step, x + self.experts(self.feed_norm(x))
 
 
 class GptOss(llama.Llama):

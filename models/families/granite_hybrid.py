@@ -77,16 +77,16 @@ class Block(nnx.Module):
             router = SoftmaxRouter(c.width, c.experts, c.experts_per_token, dtype, rngs)
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
         c = self.config
-        cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
+        step, out = self.mixer(step, self.mix_norm(x))
         x = x + out * c.residual_factor
         y = self.feed_norm(x)
         out = self.feed(y)
         if c.experts:
             out = out + self.experts(y)
-        return cache, x + out * c.residual_factor
+        return step, x + out * c.residual_factor
 
 
 class GraniteHybrid(LanguageModel):

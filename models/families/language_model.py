@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from jaxkv import Ubatch
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.layers import RMSNorm, Vocabulary
 
@@ -89,7 +88,7 @@ def attention_fields(checkpoint: Checkpoint, *, eps: str = "rms_norm_eps") -> di
 class LanguageModel(nnx.Module):
     """Model that maps tokens to logits: an embedding, layers, a norm and an output matrix.
 
-    block: class of the layers. A layer is a function from `(cache, ubatch, x)` to `(cache, x)`;
+    block: class of the layers. A layer is a function from `(step, x)` to `(step, x)`;
       `x` is `[R, T, width]`.
     less_one: whether the norm of the last layer's output stores its factor minus 1.
     """
@@ -111,10 +110,10 @@ class LanguageModel(nnx.Module):
         """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return self.vocabulary.logits(x)
 
-    def __call__(self, cache: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Run the model on an applied ubatch; return the cache and logits `[O, V]`, float32."""
-        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+    def __call__(self, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
+        """Run the model; return the step after all layers, and logits `[O, V]`, float32."""
+        x = self.embed(step.tokens) if step.embeddings is None else step.embeddings
         for block in self.blocks:
-            cache, x = block(cache, ubatch, x)
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return cache, self.logits(self.norm(x))
+            step, x = block(step, x)
+        x = x.reshape(-1, x.shape[-1])[step.outputs]
+        return step, self.logits(self.norm(x))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from jaxkv import Ubatch
 from jaxkv.rope import Rope
 from models.families.linear import linear, matrix
 from models.meshes import WHOLE, Split
@@ -177,8 +176,8 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(jnp.zeros(c.heads, dtype), split=by_head(axis=0))
 
     def __call__(
-        self, cache: Any, ubatch: Ubatch, x: jax.Array, added: Any = None
-    ) -> tuple[Any, jax.Array]:
+        self, step: jaxkv.Step, x: jax.Array, added: Any = None
+    ) -> tuple[jaxkv.Step, jax.Array]:
         """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output.
 
         The argument `added` is a bias of attention logits, see `jaxkv.attend`; None for no bias.
@@ -195,13 +194,12 @@ class Attention(nnx.Module):
             )
         turned = qk.reshape(*token, -1, c.head_dim)
         if self.rope:
-            turned = self.rope.rotate(turned, ubatch.positions)
+            turned = self.rope.rotate(turned, step.positions)
         turned = turned.reshape(qk.shape)
         q, k = jnp.split(turned, [group], axis=3)
-        cache, out = jaxkv.attend(
-            cache,
+        step, out = jaxkv.attend(
+            step,
             self.layer,
-            ubatch,
             *(part.reshape(*token, -1, c.head_dim) for part in (q, k, v)),
             scale=self.scale,
             sinks=self.sinks[...] if self.has_sinks else None,
@@ -211,7 +209,7 @@ class Attention(nnx.Module):
         out = out.reshape(*token, -1)
         if self.gated:
             out = out * jax.nn.sigmoid(gate.reshape(out.shape))
-        return cache, self.output(out)
+        return step, self.output(out)
 
 
 class GatedFeed(nnx.Module):

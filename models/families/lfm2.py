@@ -55,15 +55,15 @@ class ShortConvolution(nnx.Module):
         self.conv = matrix(rngs, (c.kernel, c.width), dtype, inputs=0, split=split)
         self.output = Linear(c.width, c.width, dtype, rngs, split=split)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Convolve `x`, `[R, T, width]`; return the cache and the output."""
         into, out_of, x = jnp.unstack(self.input(x), axis=-2)
-        x = jnp.where(ubatch.valid[..., None], into * x, 0)
-        tail = jaxkv.read_states(cache, self.layer, ubatch)["conv"]
-        counts = ubatch.state_write_steps(cache.num_rollback_states(self.layer) + 1)
+        x = jnp.where(step.valid[..., None], into * x, 0)
+        tail = jaxkv.read_states(step, self.layer)["conv"]
+        counts = step.state_write_steps(self.layer)
         x, tails = scans.convolve(x, tail, self.conv[...], None, counts)
-        cache = jaxkv.write_states(cache, self.layer, ubatch, {"conv": tails})
-        return cache, self.output(out_of * x.astype(out_of.dtype))
+        step = jaxkv.write_states(step, self.layer, {"conv": tails})
+        return step, self.output(out_of * x.astype(out_of.dtype))
 
 
 class Block(nnx.Module):
@@ -80,11 +80,11 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.mixer(step, self.mix_norm(x))
         x = x + out
-        return cache, x + self.feed(self.feed_norm(x))
+        return step, x + self.feed(self.feed_norm(x))
 
 
 class LFM2(LanguageModel):

@@ -138,19 +138,19 @@ class Mixer(nnx.Module):
             self.norm = RMSNorm(c.inner, c.eps, dtype, groups=c.groups)
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=c.by_head(1))
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Run the mixer on `x`, `[R, T, width]`; return the cache and the output."""
         c = self.sizes
         steps, shared = self.steps(x), self.shared(x).reshape(*x.shape[:2], -1)
         gate, x = jnp.unstack(self.input(x), axis=-2)
         steps = jax.nn.softplus(steps.astype(jnp.float32) + self.step_bias[...].reshape(1, 1, -1))
         # Padding has inputs and steps of 0, so it does not change the state.
-        valid = ubatch.valid[..., None]
+        valid = step.valid[..., None]
         x, shared = jnp.where(valid, x, 0), jnp.where(valid, shared, 0)
         steps = jnp.where(valid, jnp.clip(steps, *c.limits), 0)
 
-        states = jaxkv.read_states(cache, self.layer, ubatch)
-        counts = ubatch.state_write_steps(cache.num_rollback_states(self.layer) + 1)
+        states = jaxkv.read_states(step, self.layer)
+        counts = step.state_write_steps(self.layer)
         x, tails = self.conv(x, states["conv"], counts)
         shared, shared_tails = self.shared_conv(shared, states["shared_conv"], counts)
         into, out_of = jnp.split(shared.reshape(*x.shape[:2], c.groups, -1), 2, axis=-1)
@@ -158,11 +158,11 @@ class Mixer(nnx.Module):
         rate = -jnp.exp(self.rate_log[...])
         y, ends = scans.scan_ssd(x, steps, rate, into, out_of, states["ssm"], counts)
         after = {"conv": tails, "shared_conv": shared_tails, "ssm": ends}
-        cache = jaxkv.write_states(cache, self.layer, ubatch, after)
+        step = jaxkv.write_states(step, self.layer, after)
 
         y = (y + self.skip[...].reshape(1, 1, -1, 1) * x).reshape(*x.shape[:2], -1)
         y = y * jax.nn.silu(gate.astype(jnp.float32))
-        return cache, self.output(self.norm(y) if c.norm else y.astype(gate.dtype))
+        return step, self.output(self.norm(y) if c.norm else y.astype(gate.dtype))
 
 
 class Block(nnx.Module):
@@ -173,11 +173,11 @@ class Block(nnx.Module):
         self.norm = RMSNorm(c.width, c.eps, dtype)
         self.mixer = Mixer(c.mixer, layer, dtype, rngs)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.mixer(cache, ubatch, self.norm(x))
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.mixer(step, self.norm(x))
         # `x` is float32 between the layers, as in training; norms cast it.
-        return cache, x.astype(jnp.float32) + out
+        return step, x.astype(jnp.float32) + out
 
 
 class Mamba2(LanguageModel):

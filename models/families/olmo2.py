@@ -4,13 +4,12 @@ All query heads of a token are normalised as one vector, and all key heads as an
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv import Ubatch
+from jaxkv import Step
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import llama
 from models.families.layers import Attention, GatedFeed, RMSNorm
@@ -30,11 +29,11 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         self.feed_norm = norm(c.width)
 
-    def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.attention(cache, ubatch, x)
+    def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.attention(step, x)
         x = x + self.attention_norm(out)
-        return cache, x + self.feed_norm(self.feed(x))
+        return step, x + self.feed_norm(self.feed(x))
 
 
 class OLMo2(llama.Llama):

@@ -85,7 +85,7 @@ class DeltaRule(nnx.Module):
         inner = c.value_heads * c.value_dim
         self.output = Linear(inner, c.width, dtype, rngs, split=c.by_group(1))
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Run the delta rule on `x`, `[R, T, width]`; return the cache and the output."""
         c, token = self.config, x.shape[:2]
         steps = self.steps(x).astype(jnp.float32)
@@ -94,22 +94,22 @@ class DeltaRule(nnx.Module):
         rate = jnp.exp(self.rate_log[...]).reshape(1, 1, -1)
         log_decay = -rate * jax.nn.softplus(steps + self.step_bias[...].reshape(1, 1, -1))
         # Padding has inputs and factors of 0 and does not decay, so it does not change the state.
-        valid = ubatch.valid[..., None]
+        valid = step.valid[..., None]
         x = jnp.where(valid, x.reshape(*token, -1), 0)
         log_decay, beta = (jnp.where(valid, y, 0) for y in (log_decay, jax.nn.sigmoid(beta)))
 
-        states = jaxkv.read_states(cache, self.layer, ubatch)
-        counts = ubatch.state_write_steps(cache.num_rollback_states(self.layer) + 1)
+        states = jaxkv.read_states(step, self.layer)
+        counts = step.state_write_steps(self.layer)
         x, tails = self.conv(x, states["conv"], counts)
         x = x.reshape(*token, c.key_heads, -1)
         q, k, v = jnp.split(x, [c.key_dim, 2 * c.key_dim], axis=-1)
         q, k = _unit(q) * c.key_dim**-0.5, _unit(k)
         v = v.reshape(*token, c.value_heads, c.value_dim)
         y, ends = scan_gated_delta(q, k, v, log_decay, beta, states["delta"], counts)
-        cache = jaxkv.write_states(cache, self.layer, ubatch, {"conv": tails, "delta": ends})
+        step = jaxkv.write_states(step, self.layer, {"conv": tails, "delta": ends})
 
         y = self.norm(y) * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
-        return cache, self.output(y.astype(gate.dtype).reshape(*token, -1))
+        return step, self.output(y.astype(gate.dtype).reshape(*token, -1))
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -136,13 +136,13 @@ class Block(nnx.Module):
         )
         self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.mixer(step, self.mix_norm(x))
         x = x + out
         y = self.feed_norm(x)
         shared = self.feed(y) * jax.nn.sigmoid(self.feed_gate(y))
-        return cache, x + shared + self.experts(y)
+        return step, x + shared + self.experts(y)
 
 
 class Qwen3Next(LanguageModel):

@@ -66,15 +66,15 @@ class Recurrence(nnx.Module):
         self.rate = nnx.Param(jnp.zeros(c.inner, jnp.float32), split=first)
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=True, split=second)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Run the recurrence on `x`, `[R, T, width]`; return the cache and the output."""
         c = self.config
         gate, x = jnp.unstack(self.input(x), axis=-2)
-        valid = ubatch.valid[..., None]
+        valid = step.valid[..., None]
         x = jnp.where(valid, x, 0)
 
-        states = jaxkv.read_states(cache, self.layer, ubatch)
-        counts = ubatch.state_write_steps(cache.num_rollback_states(self.layer) + 1)
+        states = jaxkv.read_states(step, self.layer)
+        counts = step.state_write_steps(self.layer)
         x, tails = scans.convolve(x, states["conv"], self.conv[...], self.conv_bias[...], counts)
         parts = x.reshape(*x.shape[:2], c.heads, -1)
         gates = jnp.einsum("rthi,hio->rtho", parts, self.gates[...].astype(jnp.float32))
@@ -83,11 +83,11 @@ class Recurrence(nnx.Module):
         log = -8 * fading * jax.nn.softplus(self.rate[...]).reshape(1, 1, -1)
         # The input is scaled to keep the size of the state; the first token of a text is not
         # scaled. Padding neither adds to the state nor lets it decay.
-        scale = jnp.where(ubatch.positions[..., None] == 0, 1, jnp.sqrt(-jnp.expm1(2 * log)))
+        scale = jnp.where(step.positions[..., None] == 0, 1, jnp.sqrt(-jnp.expm1(2 * log)))
         decay, x = jnp.where(valid, jnp.exp(log), 1), jnp.where(valid, x * input_gate * scale, 0)
         x, ends = scans.scan_diagonal(decay, x, states["lru"], counts)
-        cache = jaxkv.write_states(cache, self.layer, ubatch, {"conv": tails, "lru": ends})
-        return cache, self.output(x.astype(gate.dtype) * gelu(gate))
+        step = jaxkv.write_states(step, self.layer, {"conv": tails, "lru": ends})
+        return step, self.output(x.astype(gate.dtype) * gelu(gate))
 
 
 class Block(nnx.Module):
@@ -105,11 +105,11 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
         self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs, bias=True)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.mixer(step, self.mix_norm(x))
         x = x + out
-        return cache, x + self.feed(self.feed_norm(x))
+        return step, x + self.feed(self.feed_norm(x))
 
 
 class RecurrentGemma(LanguageModel):

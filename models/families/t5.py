@@ -134,17 +134,17 @@ class CrossAttention(nnx.Module):
         self.kv = Linear(c.width, (c.heads, 2 * c.head_dim), dtype, rngs, split=by_head(axis=0))
         self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
-    def keep(self, cache: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
+    def keep(self, step: jaxkv.Step, read: jax.Array) -> Any:
         """Write keys and values of an encoder output, `[R, T, width]`; return the cache."""
-        return jaxkv.write_kv(cache, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
+        return jaxkv.write_kv(step, self.layer, *jnp.split(self.kv(read), 2, axis=-1))
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Attend from `x`, `[R, T, width]`, to sources; return the cache and the output."""
         c = self.config
-        cache, out = jaxkv.attend(
-            cache, self.layer, ubatch, self.q(x), scale=1.0, implementation=c.implementation
+        step, out = jaxkv.attend(
+            step, self.layer, self.q(x), scale=1.0, implementation=c.implementation
         )
-        return cache, self.output(out.reshape(*x.shape[:2], -1))
+        return step, self.output(out.reshape(*x.shape[:2], -1))
 
 
 class EncoderBlock(nnx.Module):
@@ -185,13 +185,13 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = make_feed(c, dtype, rngs)
 
-    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
-        cache, out = self.mixer(cache, ubatch, self.mix_norm(x), self.bias())
+    def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        step, out = self.mixer(step, self.mix_norm(x), self.bias())
         x = x + out
-        cache, out = self.looker(cache, ubatch, self.look_norm(x))
+        step, out = self.looker(step, self.look_norm(x))
         x = x + out
-        return cache, x + self.feed(self.feed_norm(x))
+        return step, x + self.feed(self.feed_norm(x))
 
 
 class T5(LanguageModel):
@@ -212,20 +212,20 @@ class T5(LanguageModel):
         """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return super().logits(x * self.config.width**-0.5 if self.config.scaled else x)
 
-    def encode(self, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
-        """Encode an applied ubatch of sources; return the cache with keys and values of sources."""
-        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
-        at, sequence = ubatch.positions, ubatch.sequences
+    def encode(self, step: jaxkv.Step) -> Any:
+        """Encode sources; return the step with the keys and values of the sources."""
+        x = self.embed(step.tokens) if step.embeddings is None else step.embeddings
+        at, sequence = step.positions, step.sequences
         heads = jnp.arange(self.config.heads, dtype=jnp.int32)[:, None, None]
         added = self.encoder_bias()(at[:, None, :, None], at[:, None, None], heads)
-        same = ubatch.valid[:, None] & (sequence[..., None] == sequence[:, None])
+        same = step.valid[:, None] & (sequence[..., None] == sequence[:, None])
         added = jnp.where(same[:, None], added, jnp.finfo(jnp.float32).min)
         for encoder in self.encoders:
             x = encoder(x, added)
         x = self.encoder_norm(x)
         for block in self.blocks:
-            cache = block.looker.keep(cache, ubatch, x)
-        return cache
+            step = block.looker.keep(step, x)
+        return step
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

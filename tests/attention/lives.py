@@ -27,31 +27,30 @@ def lived_in(kind):
     return with_numbers(merge(table, buffers), seed=1)
 
 
-def applied(cache, sequences=(0, 1)):
+def begun(cache, sequences=(0, 1)):
     batch = jaxkv.make_batch([[1, 2]] * len(sequences), sequences=[*sequences])
-    (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
-    return jaxkv.apply(cache, ubatch), ubatch
+    return jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
 
 
-def arrays_for(ubatch, seed=0, dtype=jnp.float32):
+def arrays_for(step, seed=0, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     heads = (2 * HEADS, HEADS, HEADS)
-    return [jnp.asarray(rng.normal(size=(*ubatch.valid.shape, h, SIZE)), dtype) for h in heads]
+    return [jnp.asarray(rng.normal(size=(*step.valid.shape, h, SIZE)), dtype) for h in heads]
 
 
-def between(bias, cache, ubatch, visible_until=None):
+def between(bias, step, visible_until=None):
     """The bias of tokens and cells, `[P, H, T, N]`; NaN for hidden cells."""
-    _, _, mask, positions = jaxkv.read_kv(cache, 0, ubatch, visible_until=visible_until)
-    at = ubatch.positions.reshape(mask.shape[:2])[:, None, :, None]
+    _, _, mask, positions = jaxkv.read_kv(step, 0, visible_until=visible_until)
+    at = step.positions.reshape(mask.shape[:2])[:, None, :, None]
     added = bias(at, positions[:, None, None], jnp.arange(2 * HEADS)[None, :, None, None])
     return np.asarray(jnp.where(mask[:, None], added, jnp.nan))
 
 
-def seen(cache, layer, ubatch, q, bias=0.0, **options):
+def seen(step, layer, q, bias=0.0, **options):
     """Attention of a layer by the formula, `[R, T, H, Dv]`; bias is `[P, H, T, N]`."""
-    k, v, mask, positions = map(np.asarray, jaxkv.read_kv(cache, layer, ubatch, **options))
+    k, v, mask, positions = map(np.asarray, jaxkv.read_kv(step, layer, **options))
     if not options:  # a token attends to itself and to no later one; padding to nothing
-        at, valid = (np.reshape(x, mask.shape[:2]) for x in (ubatch.positions, ubatch.valid))
+        at, valid = (np.reshape(x, mask.shape[:2]) for x in (step.positions, step.valid))
         last = np.where(mask, positions[:, None], -1).max(-1)
         np.testing.assert_array_equal(last, np.where(valid, at, -1))
     q = np.asarray(q)

@@ -251,4 +251,5 @@ def test_model_passes_implementation_on(name):
         model = models.load(DATA / name, implementation="flash")
         cache = model.make_cache(cells=32)
         (ubatch,) = jaxkv.init_full(cache, ubatch_size=2).ubatches
-        jax.eval_shape(model.forward, model.params, cache, ubatch)
+        step = jax.eval_shape(jaxkv.apply, cache, ubatch)
+        jax.eval_shape(model.forward, model.params, step)

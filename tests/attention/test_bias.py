@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 
 import jaxkv
 from models.compiling import counting
-from tests.attention.lives import CLOSE, applied, arrays_for, between, lived_in, seen
+from tests.attention.lives import CLOSE, arrays_for, begun, between, lived_in, seen
 from tests.helpers.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
 from tests.helpers.meshes import mesh_of, placed
 from tests.helpers.mistakes import assert_raises, mistakes
@@ -66,38 +66,38 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
     On a mesh shards of heads have their head numbers, and shards of cells their part of an array.
     """
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
-        cache, ubatch = applied(lived_in(kind), sequences)
-        mine = placed(cache) if axes else cache
-        q, k, v = arrays_for(ubatch)
-        after = jaxkv.write_kv(cache, 0, ubatch, k, v)
-        ahead = jnp.arange(ubatch.valid.size, dtype=jnp.int32).reshape(ubatch.valid.shape) % 3 - 1
-        there = jnp.where(ubatch.valid, ubatch.positions, -1)
-        last = jnp.full(kind.sequences, -1).at[ubatch.sequences].max(there)[ubatch.sequences]
-        for visible_until in (None, jnp.minimum(ubatch.positions + ahead, last)):
-            added = between(T5, cache, ubatch, visible_until)
-            array = added.swapaxes(1, 2).reshape(*ubatch.valid.shape, H, -1)
+        cache = lived_in(kind)
+        batch = jaxkv.make_batch([[1, 2]] * len(sequences), sequences=[*sequences])
+        plan = jaxkv.init_batch(cache, batch).check()
+        step, mine = (jaxkv.apply(x, plan) for x in (cache, placed(cache) if axes else cache))
+        q, k, v = arrays_for(step)
+        after = jaxkv.write_kv(step, 0, k, v)
+        ahead = jnp.arange(step.valid.size, dtype=jnp.int32).reshape(step.valid.shape) % 3 - 1
+        there = jnp.where(step.valid, step.positions, -1)
+        last = jnp.full(kind.sequences, -1).at[step.sequences].max(there)[step.sequences]
+        for visible_until in (None, jnp.minimum(step.positions + ahead, last)):
+            added = between(T5, after, visible_until)
+            array = added.swapaxes(1, 2).reshape(*step.valid.shape, H, -1)
             bias = T5 if form == "function" else array
-            ours, out = jaxkv.attend(
-                mine, 0, ubatch, q, k, v, bias=bias, visible_until=visible_until
-            )
-            wanted = seen(after, 0, ubatch, q, np.nan_to_num(added), visible_until=visible_until)
+            ours, out = jaxkv.attend(mine, 0, q, k, v, bias=bias, visible_until=visible_until)
+            wanted = seen(after, 0, q, np.nan_to_num(added), visible_until=visible_until)
             np.testing.assert_allclose(out, wanted, **CLOSE)
-        looked = jaxkv.write_kv(mine, 0, ubatch, k, v)
-        views = [jaxkv.read_kv(one, 0, ubatch) for one in (ours, looked, after)]
+        looked = jaxkv.write_kv(mine, 0, k, v)
+        views = [jaxkv.read_kv(one, 0) for one in (ours, looked, after)]
         jax.tree.map(np.testing.assert_array_equal, *views[:2])
         jax.tree.map(np.testing.assert_array_equal, *views[1:])
 
 
 def test_attend_bias_function_compiles_once():
     """Another weight, and the same function in another `Partial`, reuse the program."""
-    cache, ubatch = applied(SMALL.make())
-    q, *_ = arrays_for(ubatch)
+    step = begun(SMALL.make())
+    q, k, v = arrays_for(step)
 
     def slope(weight, query, key, head):
         return weight * (query - key)
 
     def look(weight):
-        return jaxkv.attend(cache, 0, ubatch, q, bias=Partial(slope, weight))[1]
+        return jaxkv.attend(step, 0, q, k, v, bias=Partial(slope, weight))[1]
 
     found = look(jnp.float32(0.5))
     with counting() as heard:
@@ -107,16 +107,16 @@ def test_attend_bias_function_compiles_once():
 
 
 def test_attend_bad_bias_or_until_raises():
-    cache, ubatch = applied(SMALL.make())
-    q, *_ = arrays_for(ubatch)
+    step = begun(SMALL.make())
+    q, k, v = arrays_for(step)
 
     def call(**options):
-        return jaxkv.attend(cache, 0, ubatch, q, **options)
+        return jaxkv.attend(step, 0, q, k, v, **options)
 
     def of(weights):
         return call(bias=lambda query, key, head: weights[head] * (query - key))[1].sum()
 
     zeros = jnp.zeros((1, 1, H, SMALL.cells))
-    visible_until = jnp.zeros(ubatch.valid.shape, jnp.int32)
+    visible_until = jnp.zeros(step.valid.shape, jnp.int32)
     for row in mistakes("biases"):
         assert_raises(*row, globals() | locals())

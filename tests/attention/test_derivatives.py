@@ -134,7 +134,8 @@ QKV = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4)).astype(np.float32)
 def told(cache, q, k, v):
     cache = cache or attention_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
     plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * q.shape[1]))
-    return jaxkv.attend(jaxkv.apply(cache, plan), 0, plan.ubatches[0], q, k, v)
+    step, out = jaxkv.attend(jaxkv.apply(cache, plan), 0, q, k, v)
+    return step.cache, out
 
 
 @core
@@ -147,8 +148,8 @@ def test_grad_through_write_and_view_matches_attend():
 
     def by_hand(cache, q, k, v):
         plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * 2))
-        cache = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, plan.ubatches[0], k, v)
-        k, v, mask, _ = jaxkv.read_kv(cache, 0, plan.ubatches[0])
+        step = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, k, v)
+        k, v, mask, _ = jaxkv.read_kv(step, 0)
         q = jnp.pad(q, [(0, 0), (0, mask.shape[1] - 2), (0, 0), (0, 0)])
         return jaxkv.ops.attention.attention(q, k, v, mask)
 
@@ -198,8 +199,8 @@ def test_grad_of_latents_beside_a_broken_text_is_finite(implementation):
 
     def told(cache, seq, x):
         (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=seq)).ubatches
-        cache = jaxkv.apply(cache, ubatch)
-        return jaxkv.attend(cache, 0, ubatch, x, x, implementation=implementation)
+        step, out = jaxkv.attend(jaxkv.apply(cache, ubatch), 0, x, x, implementation=implementation)
+        return step.cache, out
 
     cache, _ = told(cache, 0, jnp.full((1, 1, 1, 4), jnp.nan))
     slope = jax.grad(lambda x: told(cache, 1, x)[1].sum())(jnp.ones((1, 1, 1, 4)))

@@ -50,9 +50,10 @@ def test_attend_and_read_kv_do_not_depend_on_lanes(name, lanes, axes):
             heads = ((QUERIES, SIZE), (HEADS, SIZE), (HEADS, VALUE))
             arrays = [jnp.float32(rng.normal(size=(*shape, *head))) for head in heads]
             attend = partial(jaxkv.attend, **OPTIONS[name])
-            cache, out = attend(jaxkv.apply(cache, plan), 0, plan.ubatch, *arrays)
+            step, out = attend(jaxkv.apply(cache, plan), 0, *arrays)
+            cache = step.cache
             split = cache.buffers.k[0].addressable_shards[0].data.shape
-            kv[option] = [out, *jaxkv.read_kv(cache, 0, plan.ubatch)]
+            kv[option] = [out, *jaxkv.read_kv(step, 0)]
         assert cache.spec == SPEC
         n, row_size = LANES.get(option, (1, SIZE))
         assert cache.buffers.k[0].shape == (2, HEADS // n, 16, row_size)
@@ -69,13 +70,13 @@ def test_rotation_of_8_bit_keys_does_not_depend_on_lanes(head_dim, lanes):
     for option in (1, lanes):
         cache = make_cache(spec, cells=8, dtype="int8", lanes=option)
         plan = jaxkv.init_batch(cache, make_batch([1, 2, 3, 4])).check()
-        cache = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, plan.ubatch, x, x)
+        cache = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, x, x).cache
         cache, ok = jaxkv.seq_rm(cache, 0, 0, 1)
         cache, ok = jaxkv.seq_add(cache, 0, 1, -1, delta=-1)
         cache = jaxkv.apply(cache, jaxkv.init_update(cache))
         plan = jaxkv.init_batch(cache, make_batch([5])).check()
-        cache = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, plan.ubatch, x[:, :1], x[:, :1])
-        keys[option] = jaxkv.read_kv(cache, 0, plan.ubatch).k
+        step = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, x[:, :1], x[:, :1])
+        keys[option] = jaxkv.read_kv(step, 0).k
     assert np.isfinite(keys[lanes]).all()
     np.testing.assert_array_equal(keys[lanes], keys[1])
 

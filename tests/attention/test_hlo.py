@@ -46,7 +46,7 @@ def test_attend_latent_step_copies_no_keys(tokens):
     cache = jax.eval_shape(partial(attention_cache, **sizes, value_dim=slice(64, 576)))
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 576), jnp.float32) for n in (2, 1))
-    step = jax.jit(lambda m, u, q, k: jaxkv.attend(m, 0, u, q, k), donate_argnums=0)
+    step = jax.jit(lambda m, u, q, k: jaxkv.attend(jaxkv.apply(m, u), 0, q, k), donate_argnums=0)
     program = step.lower(cache, ubatch, q, k).compile()
     assert hlo.temporary_bytes(program) < 8192 * 576 * 4 // 2
 
@@ -71,13 +71,13 @@ def test_attend_layers_share_mask_and_list_of_tiles():
     assert (four[1] - one[1], four[2] - one[2]) == (3, 3)
 
 
-def look(cache, layer, ubatch, x):
-    return jaxkv.attend(cache, layer, ubatch, x, x, x)
+def look(step, layer, x):
+    return jaxkv.attend(step, layer, x, x, x)
 
 
-def go_on(cache, layer, ubatch, x):
-    state = jaxkv.read_states(cache, layer, ubatch)["sum"] + jnp.sum(x, axis=1)
-    return jaxkv.write_states(cache, layer, ubatch, {"sum": state}), x + state[:, None]
+def go_on(step, layer, x):
+    state = jaxkv.read_states(step, layer)["sum"] + jnp.sum(x, axis=1)
+    return jaxkv.write_states(step, layer, {"sum": state}), x + state[:, None]
 
 
 cells = partial(attention_cache, cells=64, kv_heads=2, head_dim=8)
@@ -100,12 +100,12 @@ def test_step_layers_hash_nothing(name):
 
     def step(cache, tokens, layers):
         there = jnp.ones(sequences, bool)
-        ubatch = jaxkv.plan_step(cache, tokens, active=there).ubatch
-        cache, x = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, 2, 8))
+        step = jaxkv.apply(cache, jaxkv.plan_step(cache, tokens, active=there))
+        x = jnp.ones((*step.valid.shape, 2, 8))
         for layer in range(layers):
-            cache, out = of_layer(cache, layer, ubatch, x)
+            step, out = of_layer(step, layer, x)
             x = x + out
-        return cache, x
+        return step.cache, x
 
     def mixes(layers):
         cache = jax.eval_shape(partial(make, layers=layers, sequences=sequences))
@@ -116,8 +116,8 @@ def test_step_layers_hash_nothing(name):
     assert mixes(1) == mixes(3) > 0
 
 
-def rotate_and_look(cache, layer, ubatch, x):
-    return look(cache, layer, ubatch, jaxkv.Rope.make(8, base=1e4).rotate(x, ubatch.positions))
+def rotate_and_look(step, layer, x):
+    return look(step, layer, jaxkv.Rope.make(8, base=1e4).rotate(x, step.positions))
 
 
 @pytest.mark.parametrize("of_layer, make", [(rotate_and_look, cells), (go_on, states)])
@@ -126,11 +126,11 @@ def test_layers_share_compiled_loops(of_layer, make, tokens):
     """XLA compiles equal fusions once; only small ones, which slice the table, differ in layers."""
 
     def step(cache, ubatch, x, layers):
-        cache = jaxkv.apply(cache, ubatch)
+        step = jaxkv.apply(cache, ubatch)
         for layer in range(layers):
-            cache, out = of_layer(cache, layer, ubatch, x)
+            step, out = of_layer(step, layer, x)
             x = (x + out) @ jnp.eye(8)  # not fused with the next layer
-        return cache, x
+        return step.cache, x
 
     def distinct_loops(layers):
         cache = jax.eval_shape(partial(make, layers=layers))

@@ -29,12 +29,12 @@ def model(how, window):
     first = jaxkv.window.first_seen(window, jnp.arange(COUNT))
     sees = (at >= np.asarray(first)[:, None]) & (at <= last[:, None])
 
-    def forward(params, cache, ubatch):
-        until = ubatch.extra["visible_until"] if how == "visible_until" else None
+    def forward(params, step):
+        until = step.extra["visible_until"] if how == "visible_until" else None
         options = dict(visible_until=until, causal=until is not None)
-        x = ubatch.embeddings[:, :, None]
-        cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x, **options)
-        return cache, out.reshape(-1, SIZE)[ubatch.outputs]
+        x = step.embeddings[:, :, None]
+        step, out = jaxkv.attend(step, 0, x, x, x, **options)
+        return step, out.reshape(-1, SIZE)[step.outputs]
 
     return forward, sees
 

@@ -33,21 +33,21 @@ def cache_shapes(dtype="float32", *, streams=1, cells=CELLS, heads=HEADS, **opti
 
 def step(cache, ubatch):
     """The cache operations of a model alone; in a scan where layers are stacked."""
-    cache = jaxkv.apply(cache, ubatch)
-    heads = cache.buffers.k[0].shape[1]
-    x = jnp.ones((*ubatch.valid.shape, 2 * heads, SIZE), dequantised_dtype(cache.buffers.k[0]))
+    step = jaxkv.apply(cache, ubatch)
+    heads = step.buffers.k[0].shape[1]
+    x = jnp.ones((*step.valid.shape, 2 * heads, SIZE), dequantised_dtype(step.buffers.k[0]))
 
     def of_layer(carry, layer):
-        cache, x = carry
-        q = ROPE.rotate(x, ubatch.positions)
-        cache, out = jaxkv.attend(cache, layer, ubatch, q, q[:, :, :heads], x[:, :, heads:])
-        return (cache, x + out), None
+        step, x = carry
+        q = ROPE.rotate(x, step.positions)
+        step, out = jaxkv.attend(step, layer, q, q[:, :, :heads], x[:, :, heads:])
+        return (step, x + out), None
 
-    if cache.buffers.stacked:
-        return jax.lax.scan(of_layer, (cache, x), jnp.arange(LAYERS))[0]
+    if step.buffers.stacked:
+        return jax.lax.scan(of_layer, (step, x), jnp.arange(LAYERS))[0]
     for layer in range(LAYERS):
-        (cache, x), _ = of_layer((cache, x), layer)
-    return cache, x
+        (step, x), _ = of_layer((step, x), layer)
+    return step.cache, x
 
 
 def planned(cache):
@@ -91,11 +91,10 @@ def test_step_copies_no_layer(dtype, tokens, stacked):
 
 def write_and_look(cache):
     """A layer that is not written is passed through."""
-    ubatch = planned(cache)
-    cache = jaxkv.apply(cache, ubatch)
+    step = jaxkv.apply(cache, planned(cache))
     x = jnp.ones((1, 1, 2 * HEADS, SIZE))
-    cache = jaxkv.write_kv(cache, 0, ubatch, x[:, :, :HEADS], x[:, :, HEADS:])
-    return jaxkv.attend(cache, 0, ubatch, x)
+    step = jaxkv.write_kv(step, 0, x[:, :, :HEADS], x[:, :, HEADS:])
+    return jaxkv.attend(step, 0, x)
 
 
 def loop(cache):
@@ -125,13 +124,13 @@ def test_step_of_single_key_head_copies_no_layer():
 
 
 def step_of_states(cache):
-    ubatch = jaxkv.plan_step(cache, jnp.zeros(2, int), sequences=jnp.array([5, 9])).ubatch
-    cache = jaxkv.apply(cache, ubatch)
+    plan = jaxkv.plan_step(cache, jnp.zeros(2, int), sequences=jnp.array([5, 9]))
+    step = jaxkv.apply(cache, plan)
     for layer in range(2):
-        x = jaxkv.read_states(cache, layer, ubatch)["x"]
-        after = jnp.stack([x] * 3 + [x / 2 + ubatch.tokens[..., None]], axis=1)
-        cache = jaxkv.write_states(cache, layer, ubatch, {"x": after})
-    return cache
+        x = jaxkv.read_states(step, layer)["x"]
+        after = jnp.stack([x] * 3 + [x / 2 + step.tokens[..., None]], axis=1)
+        step = jaxkv.write_states(step, layer, {"x": after})
+    return step.cache
 
 
 @pytest.mark.parametrize(("program", "share"), [(step_of_states, 2), (edited, 100)])

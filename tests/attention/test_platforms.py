@@ -31,7 +31,8 @@ def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=Non
     q, k = (jax.ShapeDtypeStruct((1, tokens, heads, size), dtype) for heads in (4, 2))
 
     def step(cache, ubatch, q, k):
-        return jaxkv.attend(cache, 0, ubatch, q, k, k, implementation=implementation)
+        step = jaxkv.apply(cache, ubatch)
+        return jaxkv.attend(step, 0, q, k, k, implementation=implementation)
 
     device = gpu and jax.sharding.AbstractDevice(gpu, 132, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

@@ -1,5 +1,6 @@
 """`attend` equals `write_kv`, `read_kv`, and attention over the result."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -9,11 +10,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cache import merge
 from jaxkv.core.partitioning import WHOLE
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import copy_cell_run, gather, scatter
-from tests.attention.lives import CLOSE, applied, arrays_for, lived_in, seen
+from tests.attention.lives import CLOSE, arrays_for, begun, lived_in, seen
 from tests.helpers import caches, edit_sequences
 from tests.helpers.caches import HEADS, LATENT, LAYERS, SMALL, STACKED, assert_identical, lost
 from tests.helpers.mistakes import assert_raises, mistakes
@@ -30,51 +30,54 @@ FEW = [*product((SMALL, caches.TILES, STACKED, LATENT), [True]), CASES[-1]]
 
 @pytest.mark.parametrize(("kind", "causal"), in_lanes(CASES, FEW), ids=str)
 def test_attend_is_write_view_and_formula(kind, causal):
-    cache, ubatch = applied(lived_in(kind))
+    step = begun(lived_in(kind))
     for layer in range(LAYERS):
-        q, k, v = arrays_for(ubatch, layer)
+        q, k, v = arrays_for(step, layer)
         v = None if kind.latent else v
         look = {} if causal else {"causal": False}
-        after, wanted = jaxkv.attend(cache, layer, ubatch, q, k, v, causal=causal)
-        cache = jaxkv.write_kv(cache, layer, ubatch, k, v)
-        assert_identical(cache, after)
-        np.testing.assert_allclose(seen(cache, layer, ubatch, q, **look), wanted, **CLOSE)
-        looked, out = jaxkv.attend(cache, layer, ubatch, q, causal=causal)
-        assert_identical(looked, cache)  # no write
+        after, wanted = jaxkv.attend(step, layer, q, k, v, causal=causal)
+        step = jaxkv.write_kv(step, layer, k, v)
+        assert_identical(step, after)
+        np.testing.assert_allclose(seen(step, layer, q, **look), wanted, **CLOSE)
+        looked, out = jaxkv.attend(step, layer, q, causal=causal)
+        assert_identical(looked, step)  # no write
         np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
 def test_attend_traced_or_array_scale_is_like_number():
-    cache, ubatch = applied(lived_in(SMALL))
-    attend = partial(jaxkv.attend, cache, 0, ubatch, *arrays_for(ubatch, 0))
+    step = begun(lived_in(SMALL))
+    attend = partial(jaxkv.attend, step, 0, *arrays_for(step, 0))
     _, wanted = attend(scale=0.3)
     for found in (attend(scale=jnp.array(0.3)), jax.jit(lambda x: attend(scale=x))(0.3)):
         np.testing.assert_allclose(found[1], wanted, **CLOSE)
 
 
 def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
-    cache, ubatch = applied(lived_in(SMALL), sequences=[0])
-    q, k, v = arrays_for(ubatch)
+    cache = lived_in(SMALL)
+    plan = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2], sequences=0)).check()
     edited, _ = jaxkv.seq_rm(cache, 0, 0, 1)
-    assert_identical(jaxkv.write_kv(edited, 0, ubatch, k, v), edited)
-    assert np.isnan(jaxkv.read_kv(edited, 0, ubatch).k).all()
-    assert np.isnan(jaxkv.attend(edited, 0, ubatch, q)[1][np.asarray(ubatch.valid)]).all()
+    step = jaxkv.apply(edited, plan)
+    q, k, v = arrays_for(step)
+    for layer in range(LAYERS):
+        step = jaxkv.write_kv(step, layer, k, v)
+        assert np.isnan(jaxkv.read_kv(step, layer).k).all()
+        assert np.isnan(jaxkv.attend(step, layer, q)[1][np.asarray(step.valid)]).all()
+    assert_identical(step.cache, edited)
 
 
 def test_write_and_view_find_part_of_hybrid_cache():
     states = edit_sequences.make(layers=1)
     cache = compose_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
-    cache, ubatch = applied(cache, [1])
-    q, k, v = arrays_for(ubatch)
-    cache = jaxkv.write_kv(cache, 1, ubatch, k, v)
-    out = jaxkv.attend(cache, 1, ubatch, q)[1]
-    np.testing.assert_allclose(seen(cache, 1, ubatch, q), out, **CLOSE)
+    step = begun(cache, [1])
+    q, k, v = arrays_for(step)
+    step = jaxkv.write_kv(step, 1, k, v)
+    out = jaxkv.attend(step, 1, q)[1]
+    np.testing.assert_allclose(seen(step, 1, q), out, **CLOSE)
     with pytest.raises(ValueError, match="layer"):
-        jaxkv.read_kv(cache, 0, ubatch)
-    states, ubatch = applied(states, [1])
+        jaxkv.read_kv(step, 0)
     for call in (partial(jaxkv.write_kv, k=k, v=v), jaxkv.read_kv):
         with pytest.raises(TypeError, match="expected a cache with attention layers"):
-            call(states, 0, ubatch)
+            call(begun(states, [1]), 0)
 
 
 # ---------------------------------------------------------------------------------------- arrays
@@ -117,15 +120,15 @@ def test_scatter_single_key_of_single_head():
 
 def look(cache, layer):
     """Attend in a layer given as an integer, or traced."""
-    cache, ubatch = applied(cache)
+    step = begun(cache)
     attend = jaxkv.attend if type(layer) is int else jax.jit(jaxkv.attend)
-    return attend(cache, layer, ubatch, *arrays_for(ubatch))[1]
+    return attend(step, layer, *arrays_for(step))[1]
 
 
 def test_write_and_view_bad_arguments_raise():
-    cache, ubatch = applied(lived_in(SMALL))
-    gone = merge(cache.table, lost(cache.buffers))
-    names = dict(zip("qkv", arrays_for(ubatch), strict=True), m=cache, u=ubatch, gone=gone)
+    step = begun(lived_in(SMALL))
+    gone = replace(step, buffers=lost(step.buffers))
+    names = dict(zip("qkv", arrays_for(step), strict=True), step=step, gone=gone)
     for call, outcome in mistakes("layers"):
         assert_raises(call, outcome, globals() | names)
     assert np.isfinite(look(STACKED.make(), 1)).all()  # a static layer
@@ -133,22 +136,22 @@ def test_write_and_view_bad_arguments_raise():
 
 def test_stacked_cache_takes_traced_layer():
     """An index outside of the layers writes nothing and reads NaN."""
-    cache, ubatch = applied(lived_in(STACKED))
-    q, k, v = arrays_for(ubatch)
+    step = begun(lived_in(STACKED))
+    q, k, v = arrays_for(step)
 
     @jax.jit
-    def of_layer(cache, layer):
-        cache = jaxkv.write_kv(cache, layer, ubatch, k, v)
-        return cache, jaxkv.read_kv(cache, layer, ubatch), jaxkv.attend(cache, layer, ubatch, q)[1]
+    def of_layer(step, layer):
+        step = jaxkv.write_kv(step, layer, k, v)
+        return step, jaxkv.read_kv(step, layer), jaxkv.attend(step, layer, q)[1]
 
-    _, view, out = of_layer(cache, 1)
-    assert_identical(view, jaxkv.read_kv(jaxkv.write_kv(cache, 1, ubatch, k, v), 1, ubatch))
+    _, view, out = of_layer(step, 1)
+    assert_identical(view, jaxkv.read_kv(jaxkv.write_kv(step, 1, k, v), 1))
     assert np.isfinite(out).all()
     for layer in (LAYERS, -1, 2**31 - 1, -(2**31)):
-        after, _, out = of_layer(cache, layer)
-        assert_identical(after, cache)
-        assert np.isnan(out[np.asarray(ubatch.valid)]).all()
-    look = partial(jaxkv.attend, cache, ubatch=ubatch, q=q)
+        after, _, out = of_layer(step, layer)
+        assert_identical(after, step)
+        assert np.isnan(out[np.asarray(step.valid)]).all()
+    look = partial(jaxkv.attend, step, q=q, k=k, v=v)
     _, together = jax.vmap(look)(jnp.arange(LAYERS))
     for layer in range(LAYERS):
         np.testing.assert_allclose(together[layer], look(layer)[1], **CLOSE)

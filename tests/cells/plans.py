@@ -9,7 +9,8 @@ import numpy as np
 
 import jaxkv
 from jaxkv import make_batch
-from tests.helpers.caches import SMALL, Kind, think
+from tests.helpers.caches import SMALL, Kind, advance
+from tests.helpers.steps import settle
 
 COUNT = 8
 NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.Window.sliding(4),))
@@ -25,7 +26,7 @@ def plan_of(cache: Any, tokens: int | Sequence[int] = 1, sequences: Any = 0) -> 
 def tell(cache: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[Any, jax.Array]:
     """Run tokens that fit; return the cache, and the logits of each sequence's last token."""
     plan = plan_of(cache, tokens, sequences).check()
-    cache, logits = think(cache, plan.ubatches[0])
+    cache, logits = advance(cache, plan.ubatches[0])
     return cache, plan.gather_outputs([logits])
 
 
@@ -40,7 +41,7 @@ def one_by_one(cache: Any, count: int, seq: int = 0) -> Any:
     """Apply `count` tokens of a sequence one after the other, without writing keys and values."""
     for _ in range(count):
         batch = make_batch([[1]], sequences=[seq])
-        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
+        cache = settle(cache, jaxkv.init_batch(cache, batch).check())
     return cache
 
 

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from tests.helpers.caches import Kind, cells_of, drawn, plan_rows, think
+from tests.helpers.caches import Kind, advance, cells_of, drawn, plan_rows
 from tests.snapshot.saved import with_numbers
 
 ONE = Kind("one-stream", cells=24, sequences=4)
@@ -18,7 +18,7 @@ def fed(kind, *lengths):
     tokens = np.random.default_rng(0).integers(1, 9, (kind.sequences, 8), np.int32)
     valid = np.arange(8) < np.pad(lengths, (0, kind.sequences - len(lengths)))[:, None]
     (ubatch,) = plan_rows(kind.make(), tokens, valid).ubatches
-    return think(kind.make(), ubatch)[0]
+    return advance(kind.make(), ubatch)[0]
 
 
 def noisy(cells, kind):

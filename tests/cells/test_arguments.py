@@ -1,6 +1,7 @@
 """Arguments are checked before they are cast: a list of mistakes and their exceptions."""
 
 import functools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -35,11 +36,10 @@ def donated():
 
 
 @functools.cache
-def applied():
-    """A cache of one layer with two heads of 4 numbers, and the ubatch of its first token."""
+def begun():
+    """A step in a cache of one layer with two heads of 4 numbers."""
     cache = make_cache(CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=4)
-    plan = jaxkv.init_batch(cache, make_batch([1]))
-    return jaxkv.apply(cache, plan), plan.ubatches[0]
+    return jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1])))
 
 
 def beam_of(sequences):
@@ -73,28 +73,34 @@ def beside(**options):
 
 
 def attend(layer=0, q=None, k=None, v=None, **options):
-    cache, ubatch = applied()
     q, k, v = (X if x is None else x for x in (q, k, v))
-    return jaxkv.attend(cache, layer, ubatch, q, k, v, **options)
+    return jaxkv.attend(begun(), layer, q, k, v, **options)
+
+
+def attend_twice():
+    return jaxkv.attend(attend()[0], 0, X, X, X)
+
+
+def read_states_late():
+    step = jaxkv.write_states(states_begun(), 0, {"x": np.ones(1, np.float32)})
+    return jaxkv.read_states(step, 0)
 
 
 @functools.cache
-def states_applied():
-    plan = jaxkv.init_batch(states(), make_batch([1]))
-    return jaxkv.apply(states(), plan), plan.ubatches[0]
+def states_begun():
+    return jaxkv.apply(states(), jaxkv.init_batch(states(), make_batch([1])))
 
 
 @functools.cache
 def apart():
-    """A cache whose parts serve layers 0 and 2, and a ubatch."""
+    """A step in a cache whose parts serve layers 0 and 2."""
     cache = compose_hybrid_cache((kv(layers=1), (0,)), (kv(layers=1), (2,)))
-    return cache, *jaxkv.init_batch(cache, make_batch([1])).ubatches
+    return jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1])))
 
 
 def on_lost_buffers():
-    cache, ubatch = states_applied()
-    table, buffers = cache.table, cache.buffers
-    return jaxkv.read_states(merge(table, lost(buffers)), 0, ubatch)
+    step = states_begun()
+    return jaxkv.read_states(replace(step, buffers=lost(step.buffers)), 0)
 
 
 def joined(make):

@@ -5,6 +5,7 @@ import pytest
 import jaxkv
 from tests.cells.pools import noisy, texts_of
 from tests.helpers.caches import Kind, drawing
+from tests.helpers.steps import settle
 
 core = pytest.mark.core
 POOL = Kind("pool", cells=24, sequences=2)
@@ -26,13 +27,13 @@ def test_defrag_repeated_closes_all_gaps(max_moves):
         cache = holed(keep)
         before, rounds = texts_of(cache), 0
         while (plan := jaxkv.defrag_plan(cache, max_moves=max_moves)).count.any():
-            cache = jaxkv.apply(cache, plan)
+            cache = settle(cache, plan)
             assert texts_of(cache) == before
             assert not any(cache.check().values())
             rounds += 1
             assert rounds <= (1 if max_moves is None else 12)
         assert "." not in drawing(cache).split()
-        assert jaxkv.apply(cache, plan) is cache  # returns the same object
+        assert settle(cache, plan) is cache  # returns the same object
 
 
 @core

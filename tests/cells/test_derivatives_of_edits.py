@@ -9,6 +9,7 @@ import jaxkv
 from jaxkv.cache import Cache
 from tests.helpers.meshes import mesh_of
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 SPEC = jaxkv.CacheSpec.attention(layers=2, kv_heads=2, head_dim=4, rope=jaxkv.Rope.make(4))
 LENGTHS = [6, 3, 5]
@@ -48,7 +49,7 @@ def with_tokens(**options):
     cache = jaxkv.make_cache(SPEC, sequences=4, **{"cells": 16} | options)
     for sequence, length in enumerate(LENGTHS):
         batch = jaxkv.make_batch(np.arange(length), sequences=sequence)
-        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch))
+        cache = settle(cache, jaxkv.init_batch(cache, batch))
     return cache
 
 

@@ -98,7 +98,7 @@ def of_table(table):
         return cells_of(table)
     there = table.position >= 0
     assert not there[:, :-1][~there[:, 1:]].any()  # the current state is last
-    sharing = len(there) // len(table.cell_hash)
+    sharing = len(there) // len(table.stamp)
     where = {(seq // sharing, int(table.cell[seq, pair])) for seq, pair in np.argwhere(there)}
     positions = [mine[has].tolist() for mine, has in zip(table.position, there, strict=True)]
     return positions, [*edit_sequences.begins_of(table).values()], len(where)

@@ -17,6 +17,7 @@ from jaxkv.planning.layout import preceding_tokens, split_batch
 from tests.cells.plans import plan_of
 from tests.cells.pools import noisy
 from tests.helpers.caches import SMALL, assert_identical, drawing, drawn, edit
+from tests.helpers.steps import settle
 
 ROOT = Path(__file__).parents[2]
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
@@ -75,7 +76,7 @@ def test_make_cache_cells_are_exact_and_all_usable():
     cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=1)
     refused = plan_of(cache, 2)
     assert (*refused.reason, *refused.expected, *refused.actual) == (Reason.OUT_OF_CELLS, 2, 1)
-    cache = jaxkv.apply(cache, plan_of(cache, 1))
+    cache = settle(cache, plan_of(cache, 1))
     assert jaxkv.show(cache).split() == ["owner", "0", "position", "0"]
     assert not plan_of(cache, 1).ok
     cache, _ = jaxkv.seq_rm(cache, 0)
@@ -108,7 +109,7 @@ def test_make_batch_outputs_are_the_last_of_each_sequence():
 def test_rewind_takes_a_token_from_all_its_sequences():
     """Trap 70: llama.cpp rolls an aborted token back in one of its sequences only."""
     cache = drawn("0{0,1} 1{0,1}")
-    later = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1], sequences=[[0, 1]])))
+    later = settle(cache, jaxkv.init_batch(cache, make_batch([1], sequences=[[0, 1]])))
     assert later.seq_pos_max([0, 1]).tolist() == [2, 2]
     back, ok = jaxkv.rewind(later, to=cache.table)
     assert ok and drawing(back) == drawing(cache)

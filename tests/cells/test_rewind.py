@@ -6,6 +6,7 @@ import pytest
 import jaxkv
 from tests.cells.plans import plan_of
 from tests.helpers.caches import Kind, assert_identical, drawn
+from tests.helpers.steps import settle
 
 core = pytest.mark.core
 POOL = Kind("pool", cells=16, sequences=2)
@@ -14,7 +15,7 @@ RUNS = Kind("contiguous", cells=16, sequences=2, placement="contiguous")
 
 def told(cache, *tokens, seq=0):
     """Apply tokens of a sequence; keys and values stay zero."""
-    return jaxkv.apply(cache, plan_of(cache, tokens, seq).check())
+    return settle(cache, plan_of(cache, tokens, seq).check())
 
 
 def refilled(cache, token=7):

@@ -26,7 +26,8 @@ def written(start, q, k, v, *, rope, dtype="float32"):
     batch = jaxkv.make_batch(np.arange(TOKENS), positions=positions)
     (ubatch,) = jaxkv.init_batch(cache, batch).ubatches
     q, k = (rope.rotate(x[None], positions[None]) for x in (q, k))
-    return jaxkv.attend(jaxkv.apply(cache, ubatch), 0, ubatch, q, k, v[None])
+    step, out = jaxkv.attend(jaxkv.apply(cache, ubatch), 0, q, k, v[None])
+    return step.cache, out
 
 
 def heads(size):

@@ -22,6 +22,7 @@ from tests.helpers.caches import assert_identical, recurrent_cache
 from tests.helpers.meshes import mesh_of
 from tests.helpers.mistakes import NAMES, assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 core = pytest.mark.core
 SIZE, VOCABULARY, Q = 8, 12, 4
@@ -36,22 +37,22 @@ def heads(x):
     return x.reshape(*x.shape[:-1], 2, SIZE // 2)
 
 
-def encoder(params, cache, ubatch):
+def encoder(params, step):
     """Each token of a source plus the mean of all, which requires the whole source in one row."""
-    x = params["sources"][ubatch.tokens]
-    same = ubatch.valid[:, None] & (ubatch.sequences[:, :, None] == ubatch.sequences[:, None])
+    x = params["sources"][step.tokens]
+    same = step.valid[:, None] & (step.sequences[:, :, None] == step.sequences[:, None])
     x += same @ x / jnp.maximum(same.sum(axis=-1, keepdims=True), 1)
-    return jaxkv.write_kv(cache, CROSS, ubatch, heads(x @ params["k1"]), heads(x @ params["v1"]))
+    return jaxkv.write_kv(step, CROSS, heads(x @ params["k1"]), heads(x @ params["v1"]))
 
 
-def forward(params, cache, ubatch):
-    x = params["embedding"][ubatch.tokens]
+def forward(params, step):
+    x = params["embedding"][step.tokens]
     q, k, v = (heads(x @ params[f"{what}0"]) for what in "qkv")
-    cache, out = jaxkv.attend(cache, TEXT, ubatch, q, k, v)
+    step, out = jaxkv.attend(step, TEXT, q, k, v)
     x += out.reshape(x.shape)
-    cache, out = jaxkv.attend(cache, CROSS, ubatch, heads(x @ params["q1"]))
+    step, out = jaxkv.attend(step, CROSS, heads(x @ params["q1"]))
     x += out.reshape(x.shape)
-    return cache, x.reshape(-1, SIZE)[ubatch.outputs] @ params["embedding"].T
+    return step, x.reshape(-1, SIZE)[step.outputs] @ params["embedding"].T
 
 
 def attention(q, k, v):
@@ -101,7 +102,7 @@ def ask(cache):
     """The logits of each sequence after a token 1."""
     everyone = jnp.arange(Q, dtype=jnp.int32)
     plan = jaxkv.plan_step(cache, jnp.ones_like(everyone), sequences=everyone, active=everyone >= 0)
-    return forward(WEIGHTS, jaxkv.apply(cache, plan), plan.ubatch)[1], plan.ok
+    return forward(WEIGHTS, jaxkv.apply(cache, plan))[1], plan.ok
 
 
 def assert_said(logits, sources, texts):
@@ -226,13 +227,12 @@ def encode_by(one):
 
 def as_encoder(verb, arrays):
     x = jnp.zeros((1, 1, 2, SIZE // 2))
-    return encode_by(lambda params, cache, ubatch: verb(cache, TEXT, ubatch, *[x] * arrays))
+    return encode_by(lambda params, step: verb(step, TEXT, *[x] * arrays))
 
 
 def as_reader(verb, arrays, **options):
-    (ubatch,) = jaxkv.init_batch(make(), make_batch([1])).ubatches
-    x = jnp.zeros((1, 1, 2, SIZE // 2))
-    return verb(jaxkv.apply(make(), ubatch), CROSS, ubatch, *[x] * arrays, **options)
+    step = jaxkv.apply(make(), jaxkv.init_batch(make(), make_batch([1])))
+    return verb(step, CROSS, *[jnp.zeros((1, 1, 2, SIZE // 2))] * arrays, **options)
 
 
 def part(i):
@@ -255,10 +255,10 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
     plan = jaxkv.init_batch(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]), encoder=True)
     reasons = [jaxkv.Reason(int(one)).name for one in plan.reason]
     assert reasons == ["ENCODER_ALREADY_WRITTEN", "OK", "OUT_OF_CELLS", "OK"]
-    assert_identical(jaxkv.apply(cache, plan), cache)
+    assert_identical(settle(cache, plan), cache)
     reader = jaxkv.init_batch(cache, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*reader.valid.shape, 2, SIZE // 2))
-    assert not jaxkv.attend(cache, CROSS, reader, q)[1].any()  # refused
+    assert not jaxkv.attend(jaxkv.apply(cache, reader), CROSS, q)[1].any()  # refused
 
 
 @core
@@ -268,14 +268,13 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     read = encode(cache, [[7]], [2])
     assert cache.is_current(ubatch) and not read.is_current(ubatch)
     q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
-    after = jaxkv.apply(cache, ubatch)
-    shown, mask = jaxkv.read_kv(after, CROSS, ubatch)[::2]
-    owner = after.parts[1].cells().owner
+    step = jaxkv.apply(cache, ubatch)
+    shown, mask = jaxkv.read_kv(step, CROSS)[::2]
+    owner = cache.parts[1].cells().owner
     assert shown.shape == (1, 2, 24, SIZE // 2) and mask[0, 0].tolist() == (owner[0] == 0).tolist()
-    assert not np.isnan(jaxkv.attend(after, CROSS, ubatch, q)[1]).any()
-    # Edits between apply and the last layer: of the source, and of the text.
-    for edited in (encode(after, [[7]], [2]), jaxkv.seq_rm(after, 3)[0], jaxkv.clear(after)):
-        assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
+    assert not np.isnan(jaxkv.attend(step, CROSS, q)[1]).any()
+    for edited in (read, jaxkv.seq_rm(cache, 3)[0], jaxkv.clear(cache)):
+        assert np.isnan(jaxkv.attend(jaxkv.apply(edited, ubatch), CROSS, q)[1]).all()
     plan = jaxkv.init_batch(cache, make_batch([7], sequences=2), encoder=True)
     assert not tell(cache, [[3]], [2])[0].is_current(plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # its source's cells are overwritten
@@ -346,9 +345,9 @@ def test_sources_beside_states():
 
     @jax.jit
     def step(cache, ubatch):
-        cache, logits = forward(WEIGHTS, jaxkv.apply(cache, ubatch), ubatch)
-        after = jaxkv.read_states(cache, 2, ubatch)["n"] + ubatch.valid.sum(axis=1)
-        return jaxkv.write_states(cache, 2, ubatch, {"n": after[:, None]}), logits
+        step, logits = forward(WEIGHTS, jaxkv.apply(cache, ubatch))
+        after = jaxkv.read_states(step, 2)["n"] + step.valid.sum(axis=1)
+        return jaxkv.write_states(step, 2, {"n": after[:, None]}).cache, logits
 
     plan = jaxkv.init_batch(cache, make_batch([[0, 1], [0, 3]]))
     cache, logits = step(cache, *plan.ubatches)

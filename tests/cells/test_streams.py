@@ -9,8 +9,9 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visibility_of
 from tests.cells.pools import FOUR, ONE, TWO, fed
-from tests.helpers.caches import Kind, assert_identical, drawing, drawn, run, think
+from tests.helpers.caches import Kind, advance, assert_identical, drawing, drawn, run
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
 SHARED = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")
@@ -47,7 +48,7 @@ def test_run_any_rows_matches_one_stream(kind, tokens, sequences):
 def traced_rows(cache, tokens, sequences, valid):
     batch = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
     plan = jaxkv.init_batch(cache, batch)
-    cache, logits = think(cache, plan.ubatches[0])
+    cache, logits = advance(cache, plan.ubatches[0])
     return cache, plan.gather_outputs([logits]), plan.reason
 
 
@@ -84,7 +85,7 @@ def test_plan_step_any_rows_matches_one_stream(kind):
             cache, active = fed(one, *LENGTHS), np.array(active)
             plan = jaxkv.plan_step(cache, 4 + np.arange(len(ids)), sequences=ids, active=active)
             assert plan.ok
-            cache, logits = think(cache, plan.ubatch)
+            cache, logits = advance(cache, plan.ubatch)
             steps.append([*logits[active].ravel(), *cache.seq_pos_max([0, 1, 2, 3])])
         np.testing.assert_allclose(*steps, atol=1e-5)
 
@@ -92,7 +93,7 @@ def test_plan_step_any_rows_matches_one_stream(kind):
 def test_init_batch_contiguous_rows_of_one_stream_are_one_run():
     cache = drawn(". 0{0} . . . 1{0} . . |", SHARED)
     plan = jaxkv.init_batch(cache, make_batch([[5], [6], [7]], sequences=[2, 1, 0])).check()
-    assert drawing(jaxkv.apply(cache, plan)) == ". 0{0} 2{0} 0{1} . 1{0} | 0{2}"
+    assert drawing(settle(cache, plan)) == ". 0{0} 2{0} 0{1} . 1{0} | 0{2}"
     rows, ids = jnp.array([[5, 0], [6, 8], [7, 0]]), jnp.array([[2, 2], [1, 1], [0, 0]])
     after, _, reason = traced_rows(cache, rows, ids, rows > 0)
     assert not reason.any() and drawing(after) == ". 0{0} 2{0} 0{1} 1{1} 1{0} | 0{2}"
@@ -102,6 +103,6 @@ def test_sight_reads_a_stream_once_where_all_sequences_have_rows():
     cache = TWO.make()
     for count, shape in ((4, (2, 2)), (2, (2, 1))):
         plan = jaxkv.init_batch(cache, make_batch([[1]] * count)).check()
-        visibility = visibility_of(jaxkv.apply(cache, plan).table, plan.ubatches[0])
+        visibility = visibility_of(jaxkv.apply(cache, plan))
         assert visibility.at.shape == shape and visibility.all_streams == (count == 4)
     assert visibility.streams.tolist() == [0, 0]

@@ -20,6 +20,7 @@ from jaxkv.window import Window
 from tests.helpers import hlo
 from tests.helpers.caches import TILES, attention_cache, drawing, drawn
 from tests.helpers.reference_cache import Cell, Oracle, Token, _tiles
+from tests.helpers.steps import settle
 from tests.helpers.visibility import sight_of_mask
 
 core = pytest.mark.core
@@ -164,7 +165,7 @@ def test_plan_step_tiled_with_window_takes_cells_that_no_next_token_sees():
     spec = jaxkv.CacheSpec.attention(1, 1, 2, window=Window.sliding(4))
     cache = jaxkv.make_cache(spec, cells=8, ubatch_size=1, max_rollback=0, placement="tiled")
     step = jax.jit(
-        lambda cache, token: (plan := jaxkv.plan_step(cache, token), jaxkv.apply(cache, plan))
+        lambda cache, token: (plan := jaxkv.plan_step(cache, token), settle(cache, plan))
     )
     for token in range(20):
         plan, cache = step(cache, jnp.array([token]))
@@ -214,7 +215,7 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
     def step(cache, q, x):
         ids = jnp.arange(8)
         ubatch = jaxkv.plan_step(cache, ids, sequences=ids).ubatch
-        return jaxkv.attend(jaxkv.apply(cache, ubatch), 0, ubatch, q, x, x)
+        return jaxkv.attend(jaxkv.apply(cache, ubatch), 0, q, x, x)
 
     q, x = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.float32) for heads in (9, 3))
     compiled = jax.jit(step, donate_argnums=0).lower(jax.eval_shape(make), q, x).compile()
@@ -228,4 +229,4 @@ def test_sight_has_tiles_in_a_step_alone():
         cache = kind.make()
         for batch, wanted in ([[[4]] * 3, tile], [[[5] * 8], None]):
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(batch))
-            assert jaxkv.kv.mask.visibility_of(cache.table, plan.ubatches[0]).tile == wanted
+            assert jaxkv.kv.mask.visibility_of(jaxkv.apply(cache, plan)).tile == wanted

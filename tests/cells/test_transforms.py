@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from tests.helpers.caches import SMALL, assert_identical, filled, think
+from tests.helpers.caches import SMALL, advance, assert_identical, filled
 from tests.helpers.reference_caches import lived_in
 
 pytestmark = pytest.mark.core
@@ -75,7 +75,7 @@ def test_plan_with_positions_without_jit_equals_plan():
 def decode(cache, step):
     tokens, sequences, active = step
     plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=active)
-    cache, logits = think(cache, plan.ubatch)
+    cache, logits = advance(cache, plan.ubatch)
     return cache, (logits, plan.ok, plan.ubatch.slots)
 
 

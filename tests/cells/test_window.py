@@ -17,6 +17,7 @@ from jaxkv.window import Window, can_see
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
 from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 core = pytest.mark.core
 SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
@@ -63,7 +64,7 @@ def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, afte
     if after is None:
         assert plan.reason[0] == Reason.OUT_OF_CELLS and not plan.reason[1:].any()
         return
-    cache = jaxkv.apply(cache, plan)
+    cache = settle(cache, plan)
     assert drawing(cache) == after and cache.table.evicted_below.tolist() == evicted_below
 
 
@@ -89,7 +90,7 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
     cache = drawn(SIX, NEAR)
     assert resumable(cache) == [*range(7)] and resumable(cache, seq=1) == [*range(10)]
     assert all(plan_of(jaxkv.seq_rm(cache, 0, pos)[0]).ok for pos in range(6))
-    cache = jaxkv.apply(cache, plan_of(cache, 2, 1))
+    cache = settle(cache, plan_of(cache, 2, 1))
     assert drawing(cache) == "0{1} 1{1} 2{0} 3{0} 4{0} 5{0}"
     assert resumable(cache) == [0, 5, 6]
     assert cache.seq_pos_min([0, 1]).tolist() == [2, 0]
@@ -97,7 +98,7 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
 
 def test_evicted_sequence_continues_after_its_last_token_and_moves():
     cache = one_by_one(POOL.make(), 4)
-    cache = jaxkv.apply(cache, plan_of(cache, 4, 1))
+    cache = settle(cache, plan_of(cache, 4, 1))
     assert drawing(cache) == "0{1} 1{1} 2{1} 3{1}" and resumable(cache) == [0, 4]
     moved, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=2)
     assert ok and resumable(moved) == [0, 6]
@@ -135,13 +136,13 @@ def test_hybrid_cache_resumes_where_all_parts_do():
 
 @core
 def test_edits_of_an_evicted_chunk_leave_a_certain_next_position_or_are_refused():
-    cache = jaxkv.apply(drawn(SIX, BLOCKS), plan_of(drawn(SIX, BLOCKS), 4, 1))
+    cache = settle(drawn(SIX, BLOCKS), plan_of(drawn(SIX, BLOCKS), 4, 1))
     assert drawing(cache) == "0{1} 1{1} 2{1} 3{1} 4{0} 5{0}"
     for _, ok in (jaxkv.seq_rm(cache, 0, 4), jaxkv.seq_cp(cache, 0, 2, 0, 4)):
         assert not ok
     # All tokens of 0 are evicted, so each copy continues at 4, also after a cut of its own tokens.
     cache = drawn("0{0} 1{0} 2{0} 3{0} 0{2} 1{2} 2{2}", replace(BLOCKS, cells=7))
-    cache, ok = jaxkv.seq_cp(jaxkv.apply(cache, plan_of(cache, 4, 1)), 0, 2)
+    cache, ok = jaxkv.seq_cp(settle(cache, plan_of(cache, 4, 1)), 0, 2)
     assert ok and cache.can_resume(2, 4)
     cache, ok = jaxkv.seq_rm(cache, 2, 2, 3)
     assert ok
@@ -152,7 +153,7 @@ def test_seq_cp_hybrid_of_an_evicted_chunk_ends_where_all_parts_do():
     kinds = replace(BLOCKS, cells=8, windows=(None,)), replace(BLOCKS, cells=4)
     parts = [drawn("0{0} 1{0} 2{0} 3{0}", kind) for kind in kinds]
     cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
-    cache, ok = jaxkv.seq_cp(jaxkv.apply(cache, plan_of(cache, 4, 1)), 0, 2)
+    cache, ok = jaxkv.seq_cp(settle(cache, plan_of(cache, 4, 1)), 0, 2)
     assert ok and cache.can_resume(2, 4)
 
 
@@ -164,7 +165,7 @@ def test_apply_plan_made_before_marks_changed_is_stale():
     assert plan_of(cache).check().ubatches[0].positions[0, 0] == 8
     edited, _ = jaxkv.seq_rm(cache, 0, 0, 2)
     assert drawing(edited) == drawing(cache) and resumable(edited) == [*range(9)]
-    assert_identical(jaxkv.apply(edited, plan_of(cache)), edited)
+    assert_identical(settle(edited, plan_of(cache)), edited)
 
 
 @core

@@ -16,14 +16,16 @@ def test_cache_by_hand_gives_the_same_logits(layout):
     model = load("llama_tied")
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    theirs = by_hand.make(layout, batch=2, cells=8, **sizes)
+    buffers = by_hand.make(layout, batch=2, cells=8, **sizes)
     ours = model.make_cache(cells=8, sequences=2, streams=2)
     forward = jax.jit(model.forward)
     for position, token in enumerate(np.array([[1, 2], [3, 4], [5, 6]])):
         plan = jaxkv.plan_step(ours, jnp.asarray(token))
-        ubatch, ok = plan.ubatch, plan.ok
-        assert ok
-        ours, wanted = forward(model.params, jaxkv.apply(ours, ubatch), ubatch)
-        step = by_hand.step_ubatch(jnp.asarray(token), jnp.int32(position))
-        theirs, found = forward(model.params, theirs, step)
+        assert plan.ok
+        step, wanted = forward(model.params, jaxkv.apply(ours, plan))
+        ours = step.cache
+        theirs = by_hand.ByHand(layout, buffers, jnp.asarray(token), jnp.int32(position))
+        with by_hand.replace_attend():
+            theirs, found = model.forward(model.params, theirs)
+        buffers = theirs.buffers
         np.testing.assert_allclose(found, wanted, atol=1e-5)

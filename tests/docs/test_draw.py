@@ -32,8 +32,9 @@ POOL = Kind("", cells=24, sequences=40)
 def put(cache, tokens, sequences):
     plan = jaxkv.init_batch(cache, make_batch(tokens, sequences=sequences)).check()
     for ubatch in plan.ubatches:
-        cache = jaxkv.apply(cache, ubatch)
-    return cache, plan.ubatches[-1]
+        step = jaxkv.apply(cache, ubatch)
+        cache = merge(step.table, step.buffers)
+    return cache, step
 
 
 @functools.cache
@@ -206,29 +207,27 @@ def test_plot_cells_has_colours_of_owners(agg):
 
 
 def test_plot_sight_is_the_mask(agg):
-    cache, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
-    ax = plot.attention_mask(cache, ubatch)
-    mask = np.asarray(visible_cells_mask(cache.table, ubatch))[0, :3]
+    _, step = put(pool(), [[1, 2], [3]], [2, 1])
+    ax = plot.attention_mask(step)
+    mask = np.asarray(visible_cells_mask(step))[0, :3]
     drawn = sequences_in(ax.images[0].get_array())
     np.testing.assert_array_equal(drawn >= 0, mask)
     assert set(drawn[0][mask[0]]) == {2} and set(drawn[2][mask[2]]) == {1}
-    at = sequences_in(plot.attention_mask(cache, ubatch, by_position=True).images[0].get_array())
+    at = sequences_in(plot.attention_mask(step, by_position=True).images[0].get_array())
     assert (at[0, :6] >= 0).all() and (at[0, 6:] < 0).all()
-    with pytest.raises(ValueError, match="that the ubatch was applied to"):
-        plot.attention_mask(pool(), ubatch)
     with pytest.raises(TypeError, match="of attention"):
-        plot.attention_mask(*put(states(), [[1]], [0]))
+        plot.attention_mask(put(states(), [[1]], [0])[1])
 
 
 def test_plot_legends_name_every_sequence(agg):
     def names(ax):
         return [text.get_text() for text in ax.get_legend().get_texts()]
 
-    cache, ubatch = put(Kind("", cells=16, sequences=16).make(), [[1]] * 9, [*range(8), 14])
+    cache, step = put(Kind("", cells=16, sequences=16).make(), [[1]] * 9, [*range(8), 14])
     wanted = ["0, 7, …", *"123456"]
     assert names(plot.cells(cache))[:-1] == [f"sequence {one}" for one in wanted]
     assert names(plot.occupancy([cache])) == [f"sequence {one}" for one in wanted]
-    seen = names(plot.attention_mask(cache, ubatch))
+    seen = names(plot.attention_mask(step))
     assert seen[:-2] == [f"seen by sequence {one}" for one in wanted]
 
 

@@ -49,18 +49,18 @@ GRAPH, WEIGHTS = nnx.split(Decoder())
 VARIABLES = LinenDecoder().init(jax.random.key(0), jnp.array([TOKENS]))
 
 
-def nnx_forward(params, cache, ubatch, order=range(LAYERS)):
-    model, layers = nnx.merge(GRAPH, params), AttentionLayers(cache, ubatch)
+def nnx_forward(params, step, order=range(LAYERS)):
+    model, layers = nnx.merge(GRAPH, params), AttentionLayers(step)
     for block, layer in zip(model.blocks, order, strict=False):
         block.attention_fn = layers[layer]
-    logits = model(ubatch.tokens)
-    return layers.cache, logits.reshape(-1, 9)[ubatch.outputs]
+    logits = model(step.tokens)
+    return layers.step, logits.reshape(-1, 9)[step.outputs]
 
 
-def linen_forward(params, cache, ubatch):
-    layers = AttentionLayers(cache, ubatch)
-    logits = LinenDecoder(layers).apply(params, ubatch.tokens)
-    return layers.cache, logits.reshape(-1, 9)[ubatch.outputs]
+def linen_forward(params, step):
+    layers = AttentionLayers(step)
+    logits = LinenDecoder(layers).apply(params, step.tokens)
+    return layers.step, logits.reshape(-1, 9)[step.outputs]
 
 
 MODELS = {
@@ -90,11 +90,11 @@ def test_model_with_replaced_attention_equals_itself(name):
 @pytest.mark.parametrize("call, outcome", mistakes("attention_layers"))
 def test_attention_layers_mistake_raises(call, outcome):
     cache = jaxkv.make_cache(SPEC, cells=8)
-    ubatch = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])).ubatch
+    step = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     x = jnp.zeros((1, 2, 2, 4))
 
     def layers(*called):
-        made = AttentionLayers(jaxkv.apply(cache, ubatch), ubatch)
+        made = AttentionLayers(step)
         for layer in called:
             made[layer](x, x, x)
         return made

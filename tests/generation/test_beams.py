@@ -25,11 +25,11 @@ STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
 
 
-def forward(params, cache, ubatch):
+def forward(params, step):
     """A tiny transformer with nearly uniform logits, plus `[V, V]` biases by the last token."""
-    cache, logits = think(cache, ubatch)
-    token = ubatch.tokens.reshape(-1)[ubatch.outputs]
-    return cache, jnp.roll(logits, 5, axis=1) / 8 + params[token]
+    step, logits = think(step)
+    token = step.tokens.reshape(-1)[step.outputs]
+    return step, jnp.roll(logits, 5, axis=1) / 8 + params[token]
 
 
 def computed_anew(forward, params, make):
@@ -39,8 +39,8 @@ def computed_anew(forward, params, make):
     def run(params, cache, rows, length):
         place = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
         batch = make_batch(rows, valid=place < length, outputs=place == length - 1)
-        (ubatch,) = (plan := jaxkv.init_batch(cache, batch)).ubatches
-        cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
+        plan = jaxkv.init_batch(cache, batch)
+        _, logits = forward(params, jaxkv.apply(cache, plan))
         return plan.gather_outputs([logits])
 
     def logits_after(texts, params=params):
@@ -112,9 +112,8 @@ def test_beam_matches_search_without_cache(kind):
 @partial(jax.jit, static_argnums=0)
 def fed(forward, params, cache, tokens, sequences):
     plan = jaxkv.plan_step(cache, tokens, sequences=sequences)
-    ubatch, ok = plan.ubatch, plan.ok
-    _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
-    return logits, ok
+    _, logits = forward(params, jaxkv.apply(cache, plan))
+    return logits, plan.ok
 
 
 def assert_held(cache, beams, sequences, logits_after, forward=forward, params=FREE):
@@ -245,10 +244,10 @@ def test_beams_of_fewer_than_2_31_extensions_are_traced():
     spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
     cache = jaxkv.make_cache(spec, cells=2, sequences=count)
 
-    def model(params, cache, ubatch):
-        x = jnp.zeros((*ubatch.valid.shape, 1, 1))
-        cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
-        return cache, jnp.zeros((ubatch.outputs.size, count))
+    def model(params, step):
+        x = jnp.zeros((*step.valid.shape, 1, 1))
+        step, _ = jaxkv.attend(step, 0, x, x, x)
+        return step, jnp.zeros((step.outputs.size, count))
 
     search = partial(generation.beam, model, None, num_beams=count, num_tokens=1)
     assert jax.eval_shape(search, cache, jnp.zeros(count)).scores.shape == (count,)

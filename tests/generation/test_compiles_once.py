@@ -14,7 +14,16 @@ from jaxkv import generation, make_batch
 from models.compiling import counting
 from tests.generation.tiny import begun, forward, speculated
 from tests.helpers import caches as kinds
-from tests.helpers.caches import SMALL, SPLIT, Kind, assert_identical, filled, think, updated
+from tests.helpers.caches import (
+    SMALL,
+    SPLIT,
+    Kind,
+    advance,
+    assert_identical,
+    filled,
+    think,
+    updated,
+)
 from tests.helpers.parametrize import in_lanes
 from tests.helpers.reference_caches import lived_in
 
@@ -64,8 +73,8 @@ def test_verb_other_arguments_trace_nothing(verb):
 class Thinker:
     """Its method is a new object at each access."""
 
-    def run(self, params, cache, ubatch):
-        return think(cache, ubatch)
+    def run(self, params, step):
+        return think(step)
 
 
 THINKER = Thinker()
@@ -81,10 +90,10 @@ def plan(i):
     cache = caches()[i]
     for ids in ([i % 3] * 3, [0, 1, 2], [0, 0, 0, 1], [2, 1, 2, 0], [i % 3]):
         made = jaxkv.init_batch(cache, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
-        made.gather_outputs([think(cache, ubatch)[1] for ubatch in made.ubatches])
+        made.gather_outputs([advance(cache, ubatch)[1] for ubatch in made.ubatches])
     ids, tokens = np.arange(3), np.arange(3) + i
     plan = step(cache, tokens, sequences=(ids + i) % 3, active=ids != i)
-    think(cache, plan.ubatch)
+    advance(cache, plan.ubatch)
 
 
 def ubatches(i):
@@ -193,10 +202,10 @@ def test_first_generate_of_ragged_prompts_compiles_few_programs(num_samples):
     spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=num_samples)
     prompts, params = [[1] * length for length in (5, 1, 3)], jnp.float32(1)
 
-    def model(params, cache, ubatch):
-        x = jnp.ones((*ubatch.valid.shape, 1, num_samples)) * params
-        cache, x = jaxkv.attend(cache, 0, ubatch, x, x, x)
-        return cache, jnp.tile(x.reshape(-1, num_samples)[ubatch.outputs], 3)
+    def model(params, step):
+        x = jnp.ones((*step.valid.shape, 1, num_samples)) * params
+        step, x = jaxkv.attend(step, 0, x, x, x)
+        return step, jnp.tile(x.reshape(-1, num_samples)[step.outputs], 3)
 
     with counting() as compiled:
         options = dict(max_new_tokens=4, num_samples=num_samples)

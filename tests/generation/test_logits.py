@@ -50,9 +50,9 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
     """After token 3, which the third step feeds."""
     table = jnp.log(TABLE).at[3, 0].set(wrong)
 
-    def forward(params, cache, ubatch):
-        cache, _ = by_table(jnp.ones((4, 4)), cache, ubatch)
-        return cache, table[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+    def forward(params, step):
+        step, _ = by_table(jnp.ones((4, 4)), step)
+        return step, table[step.tokens.reshape(-1)[step.outputs]]
 
     cache, logits = prompted(0)
     run = forward, None, cache, begun(cache, logits=logits, sampler=BEST)

@@ -20,6 +20,7 @@ from tests.generation.tiny import begun, decoded, forward, other, parity, specul
 from tests.helpers import caches
 from tests.helpers.caches import Kind, filled
 from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.steps import settle
 
 LOGITS, NONE = np.zeros((2, 8), np.float32), np.zeros((2, 0), np.int32)
 POOL = Kind("pool", cells=24, sequences=4)
@@ -83,14 +84,14 @@ def branches(m, texts):
 
 def answering(change):
     """A model with `change` applied to the caches before and after, and to the logits."""
-    return lambda params, cache, ubatch: change(cache, *forward(params, cache, ubatch))
+    return lambda params, step: change(step, *forward(params, step))
 
 
 class Bare:
     __slots__ = ()
 
-    def __call__(self, params, cache, ubatch):
-        return forward(params, cache, ubatch)
+    def __call__(self, params, step):
+        return forward(params, step)
 
 
 def ruled(sampler=None, first=1, allowed=parity, advance=other):
@@ -132,13 +133,13 @@ def make(**sizes):
 def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
     """A model of two layers, in which one thing is changed."""
 
-    def forward(params, cache, ubatch):
-        old, x = cache, jnp.take(params, ubatch.tokens, axis=0)
+    def forward(params, step):
+        old, x = step, jnp.take(params, step.tokens, axis=0)
         for layer in layers:
             h = x.reshape(*x.shape[:2], 2, 4)
-            cache, out = jaxkv.attend(cache, layer, ubatch, q(h), k(h), h)
+            step, out = jaxkv.attend(step, layer, q(h), k(h), h)
             x = x + out.reshape(x.shape)
-        return end(cache, x.reshape(-1, 8)[ubatch.outputs] @ params.T, old)
+        return end(step, x.reshape(-1, 8)[step.outputs] @ params.T, old)
 
     return forward
 
@@ -151,7 +152,7 @@ def run(batch=None, cache=None, plan=None, **changes):
 def stale():
     cache, batch = make(), make_batch([1])
     plan = jaxkv.init_batch(cache, batch)
-    return run(batch, jaxkv.apply(cache, plan), plan)
+    return run(batch, settle(cache, plan), plan)
 
 
 def beside_an_engine():

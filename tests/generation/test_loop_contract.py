@@ -17,6 +17,7 @@ from tests.generation import tiny
 from tests.generation.tiny import begun, ends, forward, load
 from tests.helpers.caches import SPLIT, VOCABULARY, assert_identical, filled
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 LOGITS = jnp.sin(jnp.arange(VOCABULARY, dtype=jnp.float32))[None]
 BATCH = make_batch([1, 2, 3, 4, 5, 6])
@@ -52,7 +53,7 @@ def slid(cache, **options):
 
 
 def held(cache, tokens, seq):
-    return jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch(tokens, sequences=seq)))
+    return settle(cache, jaxkv.init_batch(cache, make_batch(tokens, sequences=seq)))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ EDITS = {  # edits of 5 tokens after a state was made, and whether it may contin
 def test_state_from_before_an_edit_ends_its_text(edit):
     change, goes_on = EDITS[edit]
     cache, state = filled(5, 2), begun(filled(5, 2), tokens=[3, 3])
-    cache = jaxkv.apply(change(cache), jaxkv.init_update(change(cache)))
+    cache = settle(change(cache), jaxkv.init_update(change(cache)))
     draft = generation.prompt_lookup([[1, 2, 1], [1, 2, 1]], recent=8)
     after, now, *_ = tiny.decoded(cache, state, num_tokens=1)
     assert (now.reason[0] == jaxkv.Reason.EDITED) != goes_on

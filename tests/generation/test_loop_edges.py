@@ -19,9 +19,9 @@ pytestmark = pytest.mark.core
 def test_warm_up_of_more_sequences_than_tokens_compiles_a_token_each():
     traced = []
 
-    def counted(params, cache, ubatch):
-        traced.append(ubatch.valid.shape)
-        return forward(params, cache, ubatch)
+    def counted(params, step):
+        traced.append(step.valid.shape)
+        return forward(params, step)
 
     cache = SPLIT.make()
     generation.warm_up(counted, None, cache, ubatch_size=1, sequences=(0, 1))
@@ -49,10 +49,10 @@ TABLE = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 TEXTS = [[0, 3, 0, 5], [2], [0, 3, 1, 0, 0]]
 
 
-def by_previous(params, cache, ubatch):
-    x = jnp.zeros((*ubatch.valid.shape, 1, 1))
-    cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
-    return cache, jnp.asarray(params)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+def by_previous(params, step):
+    x = jnp.zeros((*step.valid.shape, 1, 1))
+    step, _ = jaxkv.attend(step, 0, x, x, x)
+    return step, jnp.asarray(params)[step.tokens.reshape(-1)[step.outputs]]
 
 
 @pytest.mark.parametrize("prompts", [None, [[4], [1, 0, 6], [7, 7]]], ids=["texts", "prompts"])
@@ -81,19 +81,19 @@ def test_score_of_rows_with_padding_anywhere(prompts):
 def test_score_computes_logits_of_the_last_token_of_a_prompt_alone():
     sizes = []
 
-    def counted(params, cache, ubatch):
-        sizes.append(ubatch.outputs.size)
-        return by_previous(params, cache, ubatch)
+    def counted(params, step):
+        sizes.append(step.outputs.size)
+        return by_previous(params, step)
 
     jaxkv.score(counted, TABLE, [[1, 2]], prompts=[[0] * 17], spec=SPEC)
     assert sizes == [8, 8]  # the fewest that a ubatch has
 
 
 def test_beam_without_an_allowed_token_ends_with_what_it_has():
-    def masked(params, cache, ubatch):
-        cache, logits = by_previous(params, cache, ubatch)
-        last = ubatch.tokens.reshape(-1)[ubatch.outputs]
-        return cache, jnp.where(last[:, None] == 7, -jnp.inf, logits)
+    def masked(params, step):
+        step, logits = by_previous(params, step)
+        last = step.tokens.reshape(-1)[step.outputs]
+        return step, jnp.where(last[:, None] == 7, -jnp.inf, logits)
 
     table = TABLE.copy()
     table[:, 7] += 5  # the best beam reaches a token after which none is allowed

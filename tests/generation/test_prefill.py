@@ -68,9 +68,9 @@ def test_prefill_in_jit_computes_logits_of_outputs_only(case, num_outputs):
 def test_prefill_in_jit_holds_no_logits_of_other_tokens():
     vocabulary, cache = 4096, replace(SMALL, cells=64).make()
 
-    def wide(params, cache, ubatch):
-        cache, hidden = forward(None, cache, ubatch)
-        return cache, hidden @ params
+    def wide(params, step):
+        step, hidden = forward(None, step)
+        return step, hidden @ params
 
     def run(params, cache, tokens):
         return jaxkv.prefill(wide, params, cache, make_batch(tokens)).logits
@@ -85,9 +85,9 @@ def test_prefill_in_jit_holds_no_logits_of_other_tokens():
 class Shifted:
     by = 0
 
-    def run(self, params, cache, ubatch):
-        cache, logits = forward(params, cache, ubatch)
-        return cache, logits + self.by
+    def run(self, params, step):
+        step, logits = forward(params, step)
+        return step, logits + self.by
 
 
 @pytest.fixture

@@ -84,12 +84,12 @@ def test_score_and_its_gradient_equal_texts_alone(name, case):
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
 
 
-def by_previous(params, cache, ubatch):
+def by_previous(params, step):
     """Predict the next token from a token and the one before it."""
-    x = jnp.take(params, ubatch.tokens, axis=0)[..., None, :1]
-    cache, mean = jaxkv.attend(cache, 0, ubatch, x, x, x)
-    rows = ubatch.tokens.reshape(-1)[ubatch.outputs]
-    return cache, jnp.log(jnp.take(params, rows, axis=0)) + mean.reshape(-1, 1)[ubatch.outputs]
+    x = jnp.take(params, step.tokens, axis=0)[..., None, :1]
+    step, mean = jaxkv.attend(step, 0, x, x, x)
+    rows = step.tokens.reshape(-1)[step.outputs]
+    return step, jnp.log(jnp.take(params, rows, axis=0)) + mean.reshape(-1, 1)[step.outputs]
 
 
 scored = partial(jaxkv.score, by_previous, spec=SPEC)

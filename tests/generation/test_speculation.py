@@ -176,10 +176,10 @@ def test_draft_model_of_another_text_guesses_nothing(held):
     assert made.num_drafted.tolist() == [0] and made.num_model_steps.tolist() == [4]
 
 
-def half_right(params, cache, ubatch):
-    cache, logits = forward(params, cache, ubatch)
-    sequences = ubatch.sequences.reshape(-1)[ubatch.outputs]
-    return cache, jnp.where(sequences[:, None] == 0, logits, -logits)
+def half_right(params, step):
+    step, logits = forward(params, step)
+    sequences = step.sequences.reshape(-1)[step.outputs]
+    return step, jnp.where(sequences[:, None] == 0, logits, -logits)
 
 
 @pytest.mark.nightly

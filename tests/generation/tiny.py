@@ -20,16 +20,16 @@ CHANCES = np.random.default_rng(1).dirichlet(np.ones(4), size=(2, 4)).astype(np.
 load = functools.cache(lambda name: models.load(DATA / name))
 
 
-def forward(params, cache, ubatch):
+def forward(params, step):
     del params
-    return think(cache, ubatch)
+    return think(step)
 
 
-def by_table(params, cache, ubatch):
+def by_table(params, step):
     """Return log-probabilities of the next token from a table, `[4, 4]`."""
-    x = jnp.zeros((*ubatch.valid.shape, 1, 1))
-    cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
-    return cache, jnp.log(params)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+    x = jnp.zeros((*step.valid.shape, 1, 1))
+    step, _ = jaxkv.attend(step, 0, x, x, x)
+    return step, jnp.log(params)[step.tokens.reshape(-1)[step.outputs]]
 
 
 def begun(cache, **options):

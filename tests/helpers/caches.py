@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.batch import ubatch_of_part
 from jaxkv.cache import merge, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.hybrid import compose_hybrid_cache
@@ -145,32 +144,29 @@ def sign(
     Returns:
       The cache; masks of the parts, `[R, T, N]`; and outputs of the layers, `[R, T, H, Dv]`.
     """
-    cache = jaxkv.apply(cache, ubatch)
+    step = jaxkv.apply(cache, ubatch)
     saw = []
     for layer in range(LAYERS):
-        cache, seen = attend_signed(cache, layer, ubatch, visible_until)
+        step, seen = attend_signed(step, layer, visible_until)
         saw.append(seen)
-    parts = [part.table for part in cache.parts]
-    own = [ubatch] if len(parts) == 1 else [ubatch_of_part(ubatch, i) for i in range(len(parts))]
-    masks = [
-        visible_cells_mask(table, one, visible_until=visible_until)
-        for table, one in zip(parts, own, strict=True)
-    ]
-    return cache, masks, saw
+    paths = [(i,) for i in range(len(cache.parts))] if ubatch.spec.parts else [()]
+    masks = [visible_cells_mask(step.part(*path), visible_until=visible_until) for path in paths]
+    return step.cache, masks, saw
 
 
 def attend_signed(
-    cache: Any, layer: int, ubatch: jaxkv.Ubatch, visible_until: jax.Array | None = None
-) -> tuple[Any, jax.Array]:
-    """Attend with signatures in one layer; the cache and the output, `[R, T, H, Dv]`."""
-    latent = any(is_latent(part.buffers) for part in cache.parts)
-    fields = (ubatch.sequences + 1, ubatch.positions, ubatch.tokens)
-    labels = [0 * ubatch.tokens + layer * HEADS + h for h in range(HEADS)]
+    step: jaxkv.Step, layer: int, visible_until: jax.Array | None = None
+) -> tuple[jaxkv.Step, jax.Array]:
+    """Attend with signatures in one layer; the step and the output, `[R, T, H, Dv]`."""
+    *path, _ = step.table.find_layer("attend", layer)
+    latent = is_latent(step.part(*path).buffers)
+    fields = (step.sequences + 1, step.positions, step.tokens)
+    labels = [0 * step.tokens + layer * HEADS + h for h in range(HEADS)]
     k = jnp.stack([jnp.stack([*fields, label], -1) for label in labels], axis=-2)
     k = k.astype(jnp.float32)
-    q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
+    q = jnp.zeros((*step.valid.shape, 2 * HEADS, SIZE))
     v = None if latent else -k
-    return jaxkv.attend(cache, layer, ubatch, q, k, v, visible_until=visible_until)
+    return jaxkv.attend(step, layer, q, k, v, visible_until=visible_until)
 
 
 @jax.jit
@@ -196,17 +192,23 @@ WEIGHTS = _weights()
 
 
 @jax.jit
-def think(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-    """Run a tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
-    cache = jaxkv.apply(cache, ubatch)
-    x, heads = jnp.asarray(WEIGHTS["embedding"])[ubatch.tokens], (*ubatch.valid.shape, -1, SIZE)
+def think(step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
+    """Run a tiny transformer; the step, and logits `[O, V]`."""
+    x, heads = jnp.asarray(WEIGHTS["embedding"])[step.tokens], (*step.valid.shape, -1, SIZE)
     for layer in range(LAYERS):
         q, k, v = ((x @ WEIGHTS[name][layer]).reshape(heads) for name in "qkv")
-        q, k = (ROPE.rotate(one, ubatch.positions) for one in (q, k))
-        cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v)
+        q, k = (ROPE.rotate(one, step.positions) for one in (q, k))
+        step, out = jaxkv.attend(step, layer, q, k, v)
         x = jnp.tanh(x + out.reshape(x.shape) @ WEIGHTS["out"][layer])
-    x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-    return cache, x @ WEIGHTS["embedding"].T
+    x = x.reshape(-1, x.shape[-1])[step.outputs]
+    return step, x @ WEIGHTS["embedding"].T
+
+
+@jax.jit
+def advance(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+    """Run the tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
+    step, logits = think(jaxkv.apply(cache, ubatch))
+    return step.cache, logits
 
 
 def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, jax.Array]:
@@ -214,7 +216,7 @@ def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, j
     plan = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check()
     logits = []
     for ubatch in plan.ubatches:
-        cache, out = think(cache, ubatch)
+        cache, out = advance(cache, ubatch)
         logits.append(out)
     return cache, plan.gather_outputs(logits)
 
@@ -319,6 +321,15 @@ def assert_identical(one: Any, other: Any) -> None:
     """Two values are equal in structure, shapes, dtypes and every bit."""
     chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
     chex.assert_trees_all_equal(jax.tree.map(bits, one), jax.tree.map(bits, other))
+
+
+def assert_same_content(one: Any, other: Any) -> None:
+    """Two caches are identical but for versions, which depend on the edits that led to them."""
+
+    def without_versions(path: tuple, x: Any) -> Any:
+        return x if getattr(path[-1], "name", "") != "version" else jnp.zeros_like(x)
+
+    assert_identical(*(jax.tree_util.tree_map_with_path(without_versions, x) for x in (one, other)))
 
 
 def bits(array: Any) -> np.ndarray:

@@ -42,7 +42,7 @@ def replay(history: Sequence[int], layer: int) -> dict[str, np.ndarray]:
     return {name: value[0] for name, value in state.items()}
 
 
-def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
+def compute(step: jaxkv.Step, kinds: str = "rr") -> tuple[jaxkv.Step, list[dict]]:
     """Run every layer over an applied ubatch: `a` attends, `r` is recurrent, `b` is both.
 
     Returns:
@@ -51,33 +51,34 @@ def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, l
     passed = []
     for layer, kind in enumerate(kinds):
         if kind in "ab":
-            cache, _ = attend_signed(cache, layer, ubatch)
+            step, _ = attend_signed(step, layer)
         if kind in "rb":
-            before = jaxkv.read_states(cache, layer, ubatch)
+            before = jaxkv.read_states(step, layer)
 
-            def step(state: dict, column: tuple, layer: int = layer) -> tuple[dict, dict]:
+            def recur(state: dict, column: tuple, layer: int = layer) -> tuple[dict, dict]:
                 token, valid = column
                 after = follow(state, token, layer, jnp)
                 mask = {"hash": valid, "trace": valid[:, None]}
                 state = {n: jnp.where(mask[n], after[n], state[n]) for n in state}
                 return state, state
 
-            _, after = jax.lax.scan(step, before, (ubatch.tokens.T, ubatch.valid.T))
+            _, after = jax.lax.scan(recur, before, (step.tokens.T, step.valid.T))
             states = {
                 n: jnp.concatenate([before[n][:, None], jnp.moveaxis(after[n], 0, 1)], axis=1)
                 for n in before
             }
-            last = ubatch.state_write_steps(cache.num_rollback_states(layer) + 1)
+            last = step.state_write_steps(layer)
             at = jax.vmap(lambda row, steps: row[steps])
             written = {name: at(x, last) for name, x in states.items()}
-            cache = jaxkv.write_states(cache, layer, ubatch, written)
+            step = jaxkv.write_states(step, layer, written)
             passed.append(states)
-    return cache, passed
+    return step, passed
 
 
 @partial(jax.jit, static_argnames="kinds")
 def walk(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
-    return compute(jaxkv.apply(cache, ubatch), ubatch, kinds)
+    step, passed = compute(jaxkv.apply(cache, ubatch), kinds)
+    return step.cache, passed
 
 
 def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "rr") -> Any:

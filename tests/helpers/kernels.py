@@ -107,10 +107,10 @@ def of_a_step(platform, of, dtype, size=128):
     def step(cache, tokens, q, k, v):
         valid = jnp.ones(FORKS, bool)
         plan = jaxkv.plan_step(cache, tokens, active=valid)
-        cache = jaxkv.apply(cache, plan)
+        step = jaxkv.apply(cache, plan)
         for layer in range(LAYERS):
-            cache, q = jaxkv.attend(cache, layer, plan.ubatch, q, k, v)
-        return cache, q, plan.ok
+            step, q = jaxkv.attend(step, layer, q, k, v)
+        return step.cache, q, plan.ok
 
     cache = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
     new = [of((1, FORKS, heads, size), of_new) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]

@@ -1,7 +1,7 @@
 """Steps of a plain model with two layers on meshes, as shapes to compile."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +80,8 @@ class Pod:
 
     def ubatch(self, tokens):
         """The shapes of a ubatch in the layout of a plan."""
-        mesh = jax.sharding.get_mesh()
         (ubatch,) = jaxkv.init_full(self.cache(), ubatch_size=tokens).ubatches
-        streams = RULES.split(mesh, streams=self.streams)["streams"]
+        streams = RULES.split(jax.sharding.get_mesh(), streams=self.streams)["streams"]
         specs = jaxkv.batch.ubatch_partition_specs(ubatch, streams)
         return jax.tree.map(lambda x, spec: shape(x.shape, x.dtype, *spec), ubatch, specs)
 
@@ -98,22 +97,22 @@ class Pod:
 
         return of(self.heads), of(self.kv_heads), of(self.kv_heads)
 
-    def forward(self, params, cache, ubatch):
-        x = params["embed"][ubatch.tokens]
+    def forward(self, params, step):
+        x = params["embed"][step.tokens]
         for layer, w in enumerate(params["layers"]):
             y = jnp.einsum("rtw,knw->rtkn", x, w["qkv"])
             y = y.reshape(*y.shape[:3], self.group + 2, self.head_dim)
             q, k, v = y[..., : self.group, :], y[..., -2, :], y[..., -1, :]
             q = q.reshape(*q.shape[:2], self.heads, self.head_dim)
-            cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v)
+            step, out = jaxkv.attend(step, layer, q, k, v)
             out = out.reshape(*out.shape[:2], self.kv_heads, -1)
             x = x + jnp.einsum("rtkn,knw->rtw", out, w["out"])
-        return cache, x.reshape(-1, self.width)[ubatch.outputs] @ params["embed"].T
+        return step, x.reshape(-1, self.width)[step.outputs] @ params["embed"].T
 
     def step(self, params, cache, tokens, valid):
         plan = jaxkv.plan_step(cache, tokens, active=valid)
-        cache = jaxkv.apply(cache, plan)
-        return *self.forward(params, cache, plan.ubatch), plan.ok
+        step, logits = self.forward(params, jaxkv.apply(cache, plan))
+        return step.cache, logits, plan.ok
 
     def lower_step(self, platform="cpu"):
         """Lower a step of all sequences on the current mesh; the cache is donated."""
@@ -123,12 +122,21 @@ class Pod:
         return traced.lower(lowering_platforms=(platform,))
 
     def lower_attention(self, tokens, platform="cpu"):
+        """Lower a layer of a step on the current mesh; the step is donated."""
+        cache, ubatch = self.cache(), self.ubatch(tokens)
+        step = jax.eval_shape(jaxkv.apply, cache, ubatch)
+        streams = RULES.split(jax.sharding.get_mesh(), streams=self.streams)["streams"]
+        specs = jaxkv.step.step_partition_specs(step, streams)
+        stale = shape(step.is_stale.shape, "bool", *specs.is_stale)
+        step = replace(
+            step, table=cache.table, buffers=cache.buffers, ubatch=ubatch, is_stale=stale
+        )
 
-        def attend(cache, ubatch, q, k, v):
-            return jaxkv.attend(cache, 0, ubatch, q, k, v)
+        def attend(step, q, k, v):
+            step, out = jaxkv.attend(step, 0, q, k, v)
+            return step.buffers, out
 
-        ubatch = self.ubatch(tokens)
-        traced = jax.jit(attend, donate_argnums=0).trace(self.cache(), ubatch, *self.new(ubatch))
+        traced = jax.jit(attend, donate_argnums=0).trace(step, *self.new(ubatch))
         return traced.lower(lowering_platforms=(platform,))
 
 

@@ -12,6 +12,7 @@ from tests.helpers import caches
 from tests.helpers.batch_rules import Fault, Part, Token, numbered
 from tests.helpers.caches import HEADS, Kind, Oracles, assert_identical, cells_of, edit, plan_rows
 from tests.helpers.reference_cache import Oracle
+from tests.helpers.steps import settle
 
 
 class Twin:
@@ -228,7 +229,7 @@ class Twin:
 
     def update(self) -> None:
         plan = jaxkv.init_update(self.cache)
-        self.cache = jaxkv.apply(self.cache, plan)
+        self.cache = settle(self.cache, plan)
         assert plan.pending.item() == sum(oracle.update() for oracle in self.oracles)
 
     def defrag(self, max_moves: int | None = None) -> None:
@@ -243,7 +244,7 @@ class Twin:
                 arrays = np.stack([np.asarray(column)[stream] for column in columns], axis=1)
                 assert [*map(tuple, arrays[: np.asarray(one.count)[stream]].tolist())] == moves
                 oracle.defrag(moves, stream)
-        self.cache = jaxkv.apply(self.cache, plan)
+        self.cache = settle(self.cache, plan)
 
     def rewind(self, past: tuple[Any, Oracles]) -> bool:
         """Return to the table of a past on both sides, if both allow it."""

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.core
 def test_chat_computes_each_token_of_turns_and_forks_once(speaker):
     seen, model = [], speaker.model
 
-    def forward(params, cache, ubatch):
-        jax.debug.callback(lambda count: seen.append(int(count)), jnp.sum(ubatch.valid))
-        return model.forward(params, cache, ubatch)
+    def forward(params, step):
+        jax.debug.callback(lambda count: seen.append(int(count)), jnp.sum(step.valid))
+        return model.forward(params, step)
 
     counted = replace(model, forward=forward)
     vars(counted).update(tokenizer=model.tokenizer, stop_tokens=frozenset())

@@ -34,6 +34,7 @@ from models.serving import FINISH
 from models.texts import Finish
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 from tests.models.command_line import CONFIG, DATA, objects, transcript
 from tests.models.speaking import said, tiny
 from tests.models.tiny_files import tiny_tensors, write_gguf
@@ -65,7 +66,7 @@ def files(tmp_path, letters):
 def write_snapshots(folder):
     sizes = dict(layers=2, cells=9, kv_heads=1, head_dim=2, dtype="bfloat16")
     cache = attention_cache(window=jaxkv.Window.sliding(4), **sizes)
-    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
+    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     path = folder / "window.safetensors"
     snapshot.save(with_numbers(cache), path=path)
     data = path.read_bytes()
@@ -180,9 +181,9 @@ def test_generate_without_a_next_token_notes_it_once(
 ):
     model, forward = copy.copy(letters_model), letters_model.forward
 
-    def broken(params, cache, ubatch):
-        cache, logits = forward(params, cache, ubatch)
-        return cache, jnp.full_like(logits, logit)
+    def broken(params, step):
+        step, logits = forward(params, step)
+        return step, jnp.full_like(logits, logit)
 
     vars(model)["forward"] = broken
     monkeypatch.setattr("models.cli.generate.load", lambda *args, **options: model)

@@ -82,9 +82,8 @@ def compiled_step(model):
     @jax.jit
     def step(params, cache, token, there):
         plan = jaxkv.plan_step(cache, token, sequences=jnp.asarray(SEQUENCES), active=there)
-        ubatch, ok = plan.ubatch, plan.ok
-        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
-        return cache, logits, ok
+        step, logits = model.forward(params, jaxkv.apply(cache, plan))
+        return step.cache, logits, plan.ok
 
     return step
 

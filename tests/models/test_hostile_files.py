@@ -76,7 +76,8 @@ def outcome(path, deep):
         if deep:
             cache = model.make_cache(cells=16, ubatch_size=4, max_rollback=1)
             plan = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])).check()
-            jax.eval_shape(model.forward, model.params, cache, plan.ubatches[0])
+            step = jax.eval_shape(jaxkv.apply, cache, plan.ubatches[0])
+            jax.eval_shape(model.forward, model.params, step)
         assert model.stop_tokens is not None
         if path.suffix == ".gguf":
             model.tokenizer.prompt("a")

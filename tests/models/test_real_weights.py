@@ -22,7 +22,7 @@ def test_smollm2_generates_recorded_tokens(smollm2):
     batch = jaxkv.make_batch(tokens, outputs=np.ones(len(tokens), bool))
     cache = smollm2.make_cache(cells=64)
     (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
-    _, logits = smollm2.forward(smollm2.params, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = smollm2.forward(smollm2.params, jaxkv.apply(cache, ubatch))
     rows = np.asarray(logits)[len(record["tokens"]) - 1 :]
     check_logits(rows[0], record["first"], record["sample_ids"], within=1e-3)
     assert rows.argmax(axis=-1).tolist() == record["greedy"][:4]
@@ -79,9 +79,9 @@ def test_perplexity_of_a_long_text_matches_recorded(
 
     @partial(jax.jit, donate_argnames="cache")
     def score(params, cache, ubatch, targets):
-        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
+        step, logits = model.forward(params, jaxkv.apply(cache, ubatch))
         hit = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-        return cache, jax.nn.logsumexp(logits, axis=1) - hit
+        return step.cache, jax.nn.logsumexp(logits, axis=1) - hit
 
     batch = jaxkv.make_batch(tokens, sequences=streams - 1, outputs=np.ones(len(tokens), bool))
     plan = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check()

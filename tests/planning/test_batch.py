@@ -18,6 +18,7 @@ from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, si
 from tests.generation.tiny import forward, load
 from tests.helpers import caches
 from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
+from tests.helpers.steps import settle
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
@@ -206,7 +207,7 @@ def test_extra_and_its_name_are_part_of_the_content():
     cache = SMALL.make()
     extras = (None, {"at": [0, 1]}, {"at": [0, 2]}, {"to": [0, 1]})
     batches = [make_batch([1, 2], extra=extra) for extra in extras]
-    after = [jaxkv.apply(cache, jaxkv.init_batch(cache, batch)) for batch in batches]
+    after = [settle(cache, jaxkv.init_batch(cache, batch)) for batch in batches]
     for one in after:
         assert [bool(jaxkv.rewind(other, to=one.table)[1]) for other in after].count(True) == 1
 
@@ -221,10 +222,10 @@ def test_extra_of_64_bits_becomes_32_where_it_fits():
 def test_extra_reaches_prefill_and_its_derivative():
     """A prompt in ubatches, and the derivative by an extra array."""
 
-    def forward(params, cache, ubatch):
-        x = (params[ubatch.tokens] * ubatch.extra["at"])[:, :, None]
-        cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x)
-        return cache, out.reshape(-1, 2)[ubatch.outputs]
+    def forward(params, step):
+        x = (params[step.tokens] * step.extra["at"])[:, :, None]
+        step, out = jaxkv.attend(step, 0, x, x, x)
+        return step, out.reshape(-1, 2)[step.outputs]
 
     cache = attention_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
 

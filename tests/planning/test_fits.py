@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import CacheSpec, Reason, Window, apply, init_batch, make_batch, make_cache, plan_step
+from jaxkv import CacheSpec, Reason, Window, init_batch, make_batch, make_cache, plan_step
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
 
@@ -57,7 +58,7 @@ def used(name, rng):
     cache = emptied(name)
     for _ in range(rng.choice([0, 3, 9])):
         plan = plan_step(cache, [1], sequences=[rng.randrange(cache.table.spec.sequences)])
-        cache = apply(cache, plan)  # no effect if it is refused
+        cache = settle(cache, plan)  # no effect if it is refused
     if rng.random() < 0.3:
         cache, _ = jaxkv.seq_rm(cache, rng.randrange(cache.table.spec.sequences))
     if rng.random() < 0.2:
@@ -173,7 +174,7 @@ def test_loop_over_fits_ends_and_serves_all_that_fit_alone(name, runs):
                 break
             plan = init_batch(cache, batch.keep_sequences(served), **options).check()
             for ubatch in plan.ubatches:
-                cache = apply(cache, ubatch)
+                cache = settle(cache, ubatch)
             waiting &= ~served
             if rng.random() < 0.5:
                 cache, _ = jaxkv.seq_rm(cache, int(np.flatnonzero(served)[0]))

@@ -7,6 +7,7 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.hybrid import compose_hybrid_cache
 from tests.helpers.caches import ROPE, assert_identical, attention_cache, recurrent_cache
+from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
 STATES = {"x": ((), "float32")}
@@ -23,7 +24,7 @@ def told(*parts, counts=()):
     for seq, count in enumerate(counts):
         if count:
             batch = make_batch([seq + 1] * count, sequences=seq)
-            cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
+            cache = settle(cache, jaxkv.init_batch(cache, batch).check())
     return cache
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Cache, PlanRefusedError, Reason, apply, init_batch, make_batch, seq_rm
-from tests.helpers.caches import RUNS, assert_identical, filled, think
+from jaxkv import Cache, PlanRefusedError, Reason, init_batch, make_batch, seq_rm
+from tests.helpers.caches import RUNS, advance, assert_identical, filled
 from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
 
@@ -30,7 +31,7 @@ FAULTS = {
 def assert_unchanged_by(cache, plan):
     after = cache
     for ubatch in plan.ubatches:
-        after, logits = think(after, ubatch)
+        after, logits = advance(after, ubatch)
         assert np.isfinite(logits).all()  # zeros from attention, as for padding
     assert_identical(after, cache)
 
@@ -130,7 +131,7 @@ def test_init_batch_of_unknown_sequences_raises_or_is_refused():
     def traced(cache, ids, positions=None):
         batch = make_batch(jnp.ones(3, jnp.int32), sequences=ids, positions=positions)
         plan = init_batch(cache, batch)
-        return plan, apply(cache, plan)
+        return plan, settle(cache, plan)
 
     for wrong in (-1, 3, 99):
         with pytest.raises(ValueError, match=f"expected sequence ids from 0 to 2, got {wrong}"):

@@ -8,9 +8,19 @@ import pytest
 import jaxkv
 from jaxkv import PlanRefusedError, Reason, make_batch
 from tests.helpers import caches
-from tests.helpers.caches import GROUPS, SMALL, WINDOW, assert_identical, drawing, drawn, run, think
+from tests.helpers.caches import (
+    GROUPS,
+    SMALL,
+    WINDOW,
+    advance,
+    assert_identical,
+    drawing,
+    drawn,
+    run,
+)
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 core = pytest.mark.core
 
@@ -86,7 +96,7 @@ def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wante
         [Reason.DIVERGED, *wanted[q]] if q in wanted else [0] * 3
         for q in range(cache.table.sequences)
     ]
-    assert_identical(jaxkv.apply(cache, plan.ubatches[0]), cache)
+    assert_identical(settle(cache, plan.ubatches[0]), cache)
     with pytest.raises(PlanRefusedError, match="DIVERGED, expected its token at . to share all"):
         plan.check()
 
@@ -115,7 +125,7 @@ def test_init_batch_traced_sets_match_known_ones():
 
     known = jaxkv.init_batch(SMALL.make(), batch_of(sets), ubatch_size=8)
     for one in (plan(SMALL.make(), sets), known):
-        after = drawing(jaxkv.apply(SMALL.make(), one))
+        after = drawing(settle(SMALL.make(), one))
         assert one.ok and after == "0{0,1,2} 1{0,1} 1{2} 2{1} 2{0}"
     for kind, wrong, seq, reason in (
         (SMALL, np.where(sets == 2, 3, sets), 0, Reason.UNKNOWN_SEQUENCE),
@@ -155,7 +165,8 @@ def test_attend_stale_plan_of_other_owners_reads_nan():
         jaxkv.init_batch(SMALL.make(), batch_of(sets), ubatch_size=8).ubatches[0]
         for sets in ([[0, 1], [0, 1]], [[0, 1], [0]])
     )
-    after, logits = think(SMALL.make(), both)
+    after, logits = advance(SMALL.make(), both)
     assert jnp.isfinite(logits).all()
     q = jnp.ones((*one.valid.shape, 2 * caches.HEADS, caches.SIZE))
-    assert jnp.isnan(jaxkv.attend(after, 0, one, q)[1][:, :2]).all()
+    k = q[:, :, ::2]
+    assert jnp.isnan(jaxkv.attend(jaxkv.apply(after, one), 0, q, k, k)[1][:, :2]).all()

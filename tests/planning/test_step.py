@@ -12,6 +12,7 @@ from tests.generation.tiny import load
 from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
 from tests.helpers.edit_sequences import StateKind, make, tell
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
 
@@ -29,8 +30,8 @@ def test_plan_step_gives_logits_of_one_by_one(name):
     @jax.jit
     def feed(cache, tokens, sequences, valid):
         plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=valid)
-        cache, logits = model.forward(model.params, jaxkv.apply(cache, plan), plan.ubatch)
-        return cache, logits.reshape(*valid.shape, -1), plan.ok
+        step, logits = model.forward(model.params, jaxkv.apply(cache, plan))
+        return step.cache, logits.reshape(*valid.shape, -1), plan.ok
 
     tokens = np.array([[7, 3, 9, 5], [2, 8, 4, 6], [1, 1, 1, 1]])
     valid = np.array([[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]], bool)
@@ -57,7 +58,7 @@ def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
     assert plan.ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
     cache = tell(cache, [], [], [1, 2])
     plan = jaxkv.plan_step(cache, jnp.array(ids), sequences=ids, active=jnp.array(ids) == 2)
-    assert jaxkv.apply(cache, plan).table.position[2].tolist() == [1, 2]
+    assert settle(cache, plan).table.position[2].tolist() == [1, 2]
 
 
 @pytest.mark.core
@@ -76,7 +77,7 @@ def test_plan_step_refused_changes_nothing():
     for ids, there in (([0, 1], valid), ([1, 1], valid.at[:, 1].set(False))):
         planned = plan(cache, tokens, sequences=jnp.array(ids), active=there)
         assert not planned.ok
-        assert_identical(jaxkv.apply(cache, planned), cache)
+        assert_identical(settle(cache, planned), cache)
     assert plan(cache, tokens, active=valid.at[0, 0].set(False)).ok
 
 

@@ -10,11 +10,12 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch, serving
-from tests.attention.lives import applied, arrays_for, lived_in, seen
+from tests.attention.lives import arrays_for, begun, lived_in, seen
 from tests.helpers import caches
 from tests.helpers.caches import SMALL, assert_identical, attention_cache
 from tests.helpers.edit_sequences import StateKind
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
 
@@ -41,14 +42,14 @@ def tables_of_life(cache):
     """The table after each edit; dtypes never change."""
     given, tables = dtypes(cache), []
     for verb in (
-        lambda m: jaxkv.apply(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
+        lambda m: settle(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
         lambda m: jaxkv.seq_cp(m, 0, [1, 2], 0, 2).cache,
         lambda m: jaxkv.seq_add(m, 0, 2, -1, delta=3).cache,
         lambda m: jaxkv.seq_div(m, 0, 4, -1, divisor=2).cache,
         lambda m: jaxkv.seq_keep(m, 0).cache,
         lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-        lambda m: jaxkv.apply(m, jaxkv.plan_step(m, [7, 8], sequences=[2, 1], active=[1, 1])),
+        lambda m: settle(m, jaxkv.plan_step(m, [7, 8], sequences=[2, 1], active=[1, 1])),
         lambda m: jaxkv.rewind(m, to=tables[-2])[0],
         lambda m: jaxkv.seq_rm(m, 0)[0],
         jaxkv.clear,
@@ -70,18 +71,18 @@ def test_verbs_x64_keep_dtypes_and_tables(name):
 @pytest.mark.parametrize("implementation", [None, "tiles", "xla"])
 def test_attend_x64_sums_in_float64(implementation, wide):
     """Except JAX's own attention, which rounds its weights."""
-    cache, ubatch = applied(lived_in(replace(SMALL, dtype="float64")))
-    q, k, v = arrays_for(ubatch, dtype="float64")
-    cache, out = jaxkv.attend(cache, 0, ubatch, q, k, v, implementation=implementation)
+    step = begun(lived_in(replace(SMALL, dtype="float64")))
+    q, k, v = arrays_for(step, dtype="float64")
+    step, out = jaxkv.attend(step, 0, q, k, v, implementation=implementation)
     assert out.dtype == jnp.float64
     atol = 1e-6 if implementation == "xla" else 1e-12
-    np.testing.assert_allclose(out, seen(cache, 0, ubatch, q), rtol=0, atol=atol)
+    np.testing.assert_allclose(out, seen(step, 0, q), rtol=0, atol=atol)
 
 
-def forward(params, cache, ubatch):
-    x = params[ubatch.tokens]
-    cache, out = jaxkv.attend(cache, 0, ubatch, *3 * [x[:, :, None]])
-    return cache, out.reshape(-1, 8)[ubatch.outputs] @ params.T
+def forward(params, step):
+    x = params[step.tokens]
+    step, out = jaxkv.attend(step, 0, *3 * [x[:, :, None]])
+    return step, out.reshape(-1, 8)[step.outputs] @ params.T
 
 
 @pytest.mark.nightly

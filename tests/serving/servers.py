@@ -17,6 +17,7 @@ from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, FinishReason, Request
 from tests.generation.tiny import assert_sound, forward
 from tests.helpers.caches import VOCABULARY, Kind, recurrent_cache
+from tests.helpers.steps import settle
 
 POOL = Kind("pool", cells=24, sequences=4)
 STREAMS = Kind("streams", cells=12, sequences=4, streams=4)
@@ -163,7 +164,7 @@ def told(cache, tokens, seq):
         valid = np.arange(4) < len(part)
         batch = make_batch(part + [0] * (4 - len(part)), sequences=seq, valid=valid)
         for ubatch in jaxkv.init_batch(cache, batch).check().ubatches:
-            cache = jaxkv.apply(cache, ubatch)
+            cache = settle(cache, ubatch)
     return cache
 
 

@@ -15,6 +15,7 @@ from models.compiling import counting
 from tests.generation.tiny import forward, load
 from tests.helpers.caches import Kind
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 from tests.serving import servers
 from tests.serving.servers import POOL, STREAMS, alone, assert_as_alone, assert_only_kept, run, warm
 
@@ -178,9 +179,9 @@ def test_serve_penalties_count_prompts():
 
 
 def test_serve_no_allowed_token_ends_text():
-    def mute(params, cache, ubatch):
-        cache, logits = forward(params, cache, ubatch)
-        return cache, jnp.full_like(logits, -jnp.inf)
+    def mute(params, step):
+        step, logits = forward(params, step)
+        return step, jnp.full_like(logits, -jnp.inf)
 
     request = Request(prompt=[1, 2], max_new_tokens=3)
     (result,) = run(servers.engine_of(POOL, model=mute), [request])
@@ -192,11 +193,11 @@ class Broken:
 
     traced = run = False
 
-    def forward(self, params, cache, ubatch):
+    def forward(self, params, step):
         if self.traced:
             raise RuntimeError("traced")
-        cache, logits = forward(params, cache, ubatch)
-        return cache, jax.pure_callback(self.look, logits, logits, vmap_method="sequential")
+        step, logits = forward(params, step)
+        return step, jax.pure_callback(self.look, logits, logits, vmap_method="sequential")
 
     def look(self, logits):
         if self.run:
@@ -268,7 +269,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
                     batch = jaxkv.make_batch([1] * count, sequences=seq)
                     plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
                     refused |= not plan.ok
-                    cache = jaxkv.apply(cache, plan)
+                    cache = settle(cache, plan)
         assert refused == (cells < enough)
 
 

@@ -131,11 +131,11 @@ def test_sampler_of_requests_has_the_filters_that_one_asks_for(sampling, filters
 def test_prompt_of_two_chunks_ends_if_a_model_attends_ahead(length, reason):
     """Tokens of the first chunk would attend to tokens of the second."""
 
-    def ahead(params, cache, ubatch):
-        x = jnp.ones((*ubatch.valid.shape, 1, 1))
+    def ahead(params, step):
+        x = jnp.ones((*step.valid.shape, 1, 1))
         for layer in range(2):
-            cache, x = jaxkv.attend(cache, layer, ubatch, x, x, x, causal=False)
-        return cache, jnp.tile(x.reshape(-1, 1)[ubatch.outputs], 3)
+            step, x = jaxkv.attend(step, layer, x, x, x, causal=False)
+        return step, jnp.tile(x.reshape(-1, 1)[step.outputs], 3)
 
     cache = attention_cache(layers=2, kv_heads=1, head_dim=1, cells=16, sequences=1)
     engine = Engine(ahead, None, cache, prefill_chunk=8)

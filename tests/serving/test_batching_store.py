@@ -202,9 +202,9 @@ class Counting:
         options = dict(prefix_store=store, prefill_chunk=64, tokens_per_step=4)
         self.engine = Engine(self.forward, self.model.params, cache, **options)
 
-    def forward(self, params, cache, ubatch):
-        jax.debug.callback(self.add, jnp.sum(ubatch.valid))
-        return self.model.forward(params, cache, ubatch)
+    def forward(self, params, step):
+        jax.debug.callback(self.add, jnp.sum(step.valid))
+        return self.model.forward(params, step)
 
     def add(self, count):
         self.computed += int(count)

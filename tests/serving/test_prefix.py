@@ -23,6 +23,7 @@ from tests.helpers import edit_sequences
 from tests.helpers.caches import GROUPS, Kind, assert_identical, drawing
 from tests.helpers.edit_sequences import bytes_of, states_of
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 from tests.serving.servers import Server, serving, states, tokens
 from tests.snapshot.saved import with_numbers
 
@@ -62,7 +63,7 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
     """And forks none: of a holder with a hole only the tokens before it are used."""
     cache, text = POOL.make(), [1, 2, 3, 4, 5, 6]
     store = PrefixStore(cache, sequences=[3])
-    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
+    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
     for edited, _ in (jaxkv.seq_rm(cache, 0, 2, 4), jaxkv.seq_add(cache, 0, 0, -1, delta=3)):
         same, kept, (_, miss) = store.store(edited, text, 0)
         assert miss is Miss.INCOMPLETE and not kept.prompts
@@ -77,7 +78,7 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
 def test_fork_of_a_moved_recurrent_holder_finds_nothing():
     cache, text = states(), [1, 2, 3, 4]
     store = PrefixStore(cache, sequences=[1])
-    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
+    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
     cache, store, (_, miss) = store.store(cache, text, 0)
     assert miss is Miss.NONE and store.fork(cache, [*text, 7], 0).hit[0] == 4
     cache, ok = jaxkv.seq_add(cache, 1, 0, -1, delta=3)
@@ -88,7 +89,7 @@ def test_store_knows_the_text_that_a_sequence_holds():
 
     def told(cache, some, seq=0, **more):
         batch = jaxkv.make_batch(some, sequences=seq, **more)
-        return jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
+        return settle(cache, jaxkv.init_batch(cache, batch).check())
 
     text, empty = [1, 2, 3, 4, 5, 6], POOL.make(None)
     other = told(empty, [1, 2, 3, 9])
@@ -100,7 +101,7 @@ def test_store_knows_the_text_that_a_sequence_holds():
     for cache, claimed in ((slid, [1, 2, 5, 6]), (other, text[:4]), (placed, text)):
         assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TOKENS
     cache, _ = jaxkv.seq_cp(told(told(empty, [9, 9], 1), text), 0, 2)
-    cache = jaxkv.apply(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
+    cache = settle(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
     cache, store, (_, miss) = store.store(cache, text, 2)
     assert miss is Miss.NONE
     refilled = told(jaxkv.seq_rm(cache, 3)[0], [1, 2, 9, 4, 5, 6], 3)

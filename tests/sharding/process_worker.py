@@ -26,6 +26,7 @@ from jaxkv import generation, make_batch, sharding
 from jaxkv.core import array_utils
 from jaxkv.serving.engine import Engine, Request
 from tests.helpers.pods import placed
+from tests.helpers.steps import settle
 from tests.sharding import tiny
 
 SAMPLER = generation.make_sampler(temperature=0.7)
@@ -64,7 +65,7 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
 
 
 def planned(cache: Any, batch: jaxkv.Batch) -> Any:
-    return jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
+    return settle(cache, jaxkv.init_batch(cache, batch).check())
 
 
 def of_first(compute: Callable[[], Any]) -> Any:

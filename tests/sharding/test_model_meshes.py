@@ -132,8 +132,8 @@ def test_model_step_on_mesh_sends_sums(name):
     model = models.on_mesh(models.load_shapes(DATA / name), mesh, ShardingRules())
 
     def step(params, cache, tokens):
-        ubatch = jaxkv.plan_step(cache, tokens).ubatch
-        return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
+        after, logits = model.forward(params, jaxkv.apply(cache, jaxkv.plan_step(cache, tokens)))
+        return after.cache, logits
 
     cache = model.cache_shapes(cells=64, sequences=2, streams=2, ubatch_size=8)
     tokens = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
@@ -157,8 +157,9 @@ def test_step_of_fewer_texts_than_sequences_sends_no_states(name):
     model = models.on_mesh(models.load_shapes(DATA / name), mesh, ShardingRules())
 
     def step(params, cache, tokens, sequences):
-        ubatch = jaxkv.plan_step(cache, tokens, sequences=sequences).ubatch
-        return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
+        plan = jaxkv.plan_step(cache, tokens, sequences=sequences)
+        after, logits = model.forward(params, jaxkv.apply(cache, plan))
+        return after.cache, logits
 
     def sent(*shape):
         cache = model.cache_shapes(cells=64, sequences=4, streams=4, ubatch_size=8)

@@ -1,5 +1,6 @@
 """Caches on meshes: the same values as on one device."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -94,7 +95,8 @@ def edited(params, cache):
     plan = jaxkv.plan_step(cache, jnp.arange(4), sequences=jnp.array([3, 1, 0, 2]))
     ubatch, granted = plan.ubatch, plan.ok
     assert ok and granted
-    return *jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch), first
+    step, logits = jax.jit(forward)(params, jaxkv.apply(cache, ubatch))
+    return step.cache, logits, first
 
 
 @pytest.mark.parametrize("mode, streams, axes", in_lanes(MODES, core=MODES[:1]), ids=str)
@@ -133,11 +135,11 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
 
     def loss(arrays, cache, ubatch):
         q, k, v, sinks, params, array = arrays
-        cache = jaxkv.apply(cache, ubatch)
+        step = jaxkv.apply(cache, ubatch)
         for layer, bias in enumerate([Partial(slope, params), array]):
-            cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v, sinks=sinks, bias=bias)
+            step, out = jaxkv.attend(step, layer, q, k, v, sinks=sinks, bias=bias)
             q, v = q + out, v + out[:, :, ::2]
-        return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(q), 0.0))
+        return jnp.sum(jnp.where(step.valid[..., None, None], jnp.sin(q), 0.0))
 
     cells = 32 // streams  # few, so that all devices have used cells
     cache = Kind("full", cells=cells, sequences=4, streams=streams).make()
@@ -162,9 +164,9 @@ def with_rules():
 
 
 def attend_without_mesh():
-    (ubatch,) = jaxkv.init_full(make(), ubatch_size=1).ubatches
+    step = jaxkv.apply(make(), jaxkv.init_batch(make(), jaxkv.make_batch([1])))
     q = jnp.ones((1, 1, 2, 4))
-    jaxkv.attend(with_rules(), 0, ubatch, q, q, q)
+    jaxkv.attend(replace(step, table=with_rules().table), 0, q, q, q)
 
 
 def allocate(sharding_rules=RULES, **options):

@@ -11,6 +11,7 @@ from jaxkv.kv.shift import CHUNK
 from tests.helpers import hlo
 from tests.helpers.parametrize import in_lanes
 from tests.helpers.pods import LAYERS, MESSAGES, Pod
+from tests.helpers.steps import settle
 
 PODS = {
     "groups": Pod((("data", 4),), streams=4),
@@ -77,7 +78,7 @@ def test_update_and_defrag_send_scalars(name, plan):
     """If cells move between devices, chunks of each layer are sent too."""
     pod = PODS[name]
     with on_mesh(pod):
-        program, layout = compiled(lambda m: jaxkv.apply(m, plan(m)), pod.cache()), pod.layout()
+        program, layout = compiled(lambda m: settle(m, plan(m)), pod.cache()), pod.layout()
     sizes = [size for _, size in hlo.collectives(program)]
     if plan is jaxkv.defrag_plan and "cells" in dict(pod.axes):
         chunk = CHUNK * layout.buffers // LAYERS // 2 // (pod.cells // dict(pod.axes)["cells"])

@@ -27,7 +27,7 @@ def arguments(streams, dtype="float32"):
     (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
     rng, shape = np.random.default_rng(0), ubatch.valid.shape
     q, k = (jnp.asarray(rng.normal(size=(*shape, n, SIZE)), dtype) for n in (HEADS, KV_HEADS))
-    return jaxkv.apply(cache, ubatch), ubatch, q, k
+    return cache, ubatch, q, k
 
 
 def placed(mesh, cache, ubatch, q, k):
@@ -36,22 +36,22 @@ def placed(mesh, cache, ubatch, q, k):
     def put(tree, *spec):
         return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
-    table, buffers = cache.table, cache.buffers
-    cache = merge(put(table), put(buffers, None, "heads"))
+    cache = merge(put(cache.table), put(cache.buffers, None, "heads"))
     return cache, put(ubatch), *put((q, k), None, None, "heads")
 
 
 def attends(implementation=None):
     def attend(cache, ubatch, q, k):
-        return jaxkv.attend(cache, 0, ubatch, q, k, k, implementation=implementation)
+        step = jaxkv.apply(cache, ubatch)
+        return jaxkv.attend(step, 0, q, k, k, implementation=implementation)
 
     return jax.jit(attend)
 
 
 @jax.jit
 def tidy(cache, ubatch, q, k):
-    cache, _ = jaxkv.attend(cache, 0, ubatch, q, k, k)
-    cache, _ = jaxkv.seq_rm(cache, 0, 0, 1)
+    step, _ = jaxkv.attend(jaxkv.apply(cache, ubatch), 0, q, k, k)
+    cache, _ = jaxkv.seq_rm(step.cache, 0, 0, 1)
     cache = jaxkv.seq_add(cache, 0, 1, -1, delta=-1).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     return jaxkv.apply(cache, jaxkv.defrag_plan(cache)), ()

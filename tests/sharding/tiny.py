@@ -51,22 +51,22 @@ def whole(x):
 def model_of(layers):
     """Return the forward function of the model, the same one for the same layers."""
 
-    def forward(params, cache, ubatch):
-        x = params[whole(ubatch.tokens)]
+    def forward(params, step):
+        x = params[whole(step.tokens)]
         for layer, kind in enumerate(layers):
             if kind == "a":
                 heads = jnp.stack([x, x[..., ::-1]], axis=2)
-                cache, out = jaxkv.attend(cache, layer, ubatch, heads, heads, heads)
+                step, out = jaxkv.attend(step, layer, heads, heads, heads)
                 x = x + jnp.sum(whole(out), axis=2)
                 continue
-            before = whole(jaxkv.read_states(cache, layer, ubatch)["x"])
-            every = jnp.cumsum(jnp.where(whole(ubatch.valid)[..., None], x, 0), axis=1)
+            before = whole(jaxkv.read_states(step, layer)["x"])
+            every = jnp.cumsum(jnp.where(whole(step.valid)[..., None], x, 0), axis=1)
             every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
-            keep = whole(ubatch.state_write_steps(cache.num_rollback_states(layer) + 1))
+            keep = whole(step.state_write_steps(layer))
             states = jnp.take_along_axis(every, keep[..., None], axis=1)
-            cache = jaxkv.write_states(cache, layer, ubatch, {"x": states})
+            step = jaxkv.write_states(step, layer, {"x": states})
             x = x + every[:, 1:]
-        return cache, x.reshape(-1, 4)[whole(ubatch.outputs)] @ params.T
+        return step, x.reshape(-1, 4)[whole(step.outputs)] @ params.T
 
     return forward
 

@@ -14,13 +14,14 @@ import pytest
 import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge, split
-from jaxkv.kv.cells import Cells, is_layer_incomplete
+from jaxkv.kv.cells import Cells
 from jaxkv.recurrent.states import is_occupied
 from tests.cells.pools import texts_of
 from tests.generation.tiny import assert_sound
 from tests.helpers import caches, edit_sequences, reference_caches
 from tests.helpers.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
 from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 from tests.snapshot.saved import with_numbers
 
 STATES = {
@@ -81,20 +82,17 @@ def belongings(cache, seq, kept=0):
 
 
 def unstamped(cache):
-    """The tables of a cache without hashes; and incomplete layers, or the states of each layer."""
+    """The tables without stamps and versions; and incomplete layers, or the states of each."""
     fields = []
     for part in cache.parts:
         table = part.table
         if not isinstance(table, Cells):
             live = is_occupied(table, table.cell)
-            held = (table.layer_hash == table.cell_hash[None]) & live[None]
             content, first = (jnp.where(live, x, 0) for x in (table.content, table.first_position))
-            table = replace(table, layer_hash=held, content=content, first_position=first)
+            table = replace(table, content=content, first_position=first)
         else:
-            lacking = is_layer_incomplete(table).astype(np.uint32)
-            content = jnp.where(table.position < 0, 0, table.content)
-            table = replace(table, history=0 * table.history, written=lacking, content=content)
-        fields.append(replace(table, cell_hash=0 * table.cell_hash))
+            table = replace(table, content=jnp.where(table.position < 0, 0, table.content))
+        fields.append(replace(table, stamp=0 * table.stamp, version=0 * table.version))
     return fields
 
 
@@ -137,18 +135,6 @@ def test_load_of_states_goes_on_as_the_saved_cache(name):
         except jaxkv.PlanRefusedError:
             continue
         assert_same_cache(run(loaded, kinds, seq, 3), there)
-
-
-@pytest.mark.core
-def test_load_of_states_never_written_holds_none():
-    cache = caches.recurrent_cache(layers=2, states=edit_sequences.STATES, sequences=2)
-    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
-    loaded = snapshot.load(snapshot.save(cache))
-    assert loaded.table.cell.tolist() == cache.table.cell.tolist()
-    assert not (loaded.table.layer_hash == loaded.table.cell_hash[None])[:, 0, 0].any()
-    plan = jaxkv.init_batch(loaded, jaxkv.make_batch([3]))
-    states = jaxkv.read_states(jaxkv.apply(loaded, plan), 1, plan.ubatches[0])
-    assert np.isnan(states["trace"]).all()
 
 
 def test_load_makes_earlier_plans_and_tables_stale():
@@ -206,7 +192,7 @@ def test_load_returns_states_of_any_dtype_and_name():
     shapes = {"a.b": ((2,), jnp.int8), "c": ((), bool), "d": ((1, 3), jnp.complex64)}
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
     cache = jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=2, states=shapes), max_rollback=1)
-    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
+    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     table, buffers = cache.table, cache.buffers
     draw = partial(np.random.default_rng(0).integers, 0, 2)
     buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)

@@ -36,7 +36,7 @@ def draft_model(
     the verifying model.
 
     Args:
-      forward: The draft model `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: The draft model `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Parameters of the draft model, any pytree.
       cache: Cache of the draft model, with as many sequences as the main cache (the cache of
         `speculate` or `generate`), and with the prompts in the same sequences (`prefill`). With
@@ -62,10 +62,10 @@ def draft_model(
     Examples:
       Two sequences, each with three branches, need a cache of six sequences:
 
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, x = attend(step, 0, x, x, x)
+      ...     return step, x.reshape(-1, 4)[step.outputs] @ params.T
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=32, sequences=6)
       >>> drafter = generation.draft_model(forward, jnp.eye(4), cache, batch_size=2, num_branches=3)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, merge, split
-from jaxkv.core.array_utils import is_traced
+from jaxkv.core.array_utils import DROP, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
@@ -115,7 +115,7 @@ def speculate(
     the stream have fewer than k branches.
 
     Args:
-      forward: Model function `(params, cache, ubatch) -> cache, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
       params: Model parameters, any pytree.
       cache: The cache after the prompts. With recurrent states, `max_rollback` must be at least
         `num_draft_tokens`, and only one branch is possible.
@@ -143,10 +143,10 @@ def speculate(
     Examples:
       The model counts modulo 3, and nine tokens take three steps:
 
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
+      >>> def forward(params, step):
+      ...     x = jnp.take(params, step.tokens, axis=0)[:, :, None]
+      ...     step, _ = attend(step, 0, x, x, x)
+      ...     return step, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[step.outputs]
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=3), cells=32)
       >>> result = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
       >>> cache, state = result.cache, generation.init_decode(result.cache, logits=result).state
@@ -294,7 +294,7 @@ def _append_rows(
     """Copy the first `num_new` values of each row of `new` into `rows`, from index `start` on."""
     column = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(column < num_new[:, None], start[:, None] + column, rows.shape[1])
-    return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
+    return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, **DROP)
 
 
 def _run_draft_width_step(

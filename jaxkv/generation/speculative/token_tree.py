@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import make_batch
-from jaxkv.core.array_utils import divmod_nonnegative
+from jaxkv.core.array_utils import DROP, divmod_nonnegative
 from jaxkv.core.constants import NO_SLOT
+from jaxkv.core.hashing import hash_event
 from jaxkv.generation.speculative.drafters import DraftTokens
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
@@ -89,7 +90,8 @@ def fork_branches(
     """Fork each drafted sequence into the sequences of its branches."""
     parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences)
-    return table.seq_select(None, parents, targets.reshape(-1))[0]
+    forked, _ = table.seq_select(None, parents, targets.reshape(-1))
+    return forked.advance_version(table, hash_event("fork_branches", parents, targets))
 
 
 @jit_table
@@ -126,7 +128,7 @@ def plan_tree(
     (ubatch,) = plan.ubatches
     turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
     place = jnp.arange(index.size, dtype=jnp.int32)
-    where = jnp.zeros_like(turn).at[ubatch.output_index].set(place, mode="drop")
+    where = jnp.zeros_like(turn).at[ubatch.output_index].set(place, **DROP)
     order = jnp.where(flat.valid, turn, NO_SLOT)
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
@@ -153,7 +155,8 @@ def keep_branch(
 ) -> CacheTable:
     """Replace each drafted sequence by one of its branches, and clear the other branches."""
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
-    table, _ = table.seq_select(None, parents, roots)
+    kept, _ = table.seq_select(None, parents, roots)
     others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)
     none, end = jnp.int32(0), jnp.int32(-1)
-    return jax.lax.scan(lambda x, seq: (x.seq_rm(seq, none, end)[0], None), table, others)[0]
+    kept, _ = jax.lax.scan(lambda x, seq: (x.seq_rm(seq, none, end)[0], None), kept, others)
+    return kept.advance_version(table, hash_event("keep_branch", parents, sequences))

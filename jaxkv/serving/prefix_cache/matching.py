@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache
+from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.hybrid import HybridTable
@@ -110,8 +111,8 @@ def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
     """Return a mask `[block]`: False at `index[i]` if `found[i]` is not `expected[index[i]]`."""
-    differs = (index >= 0) & (found != expected.at[index].get(mode="fill", fill_value=0))
-    return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")
+    differs = (index >= 0) & (found != expected.at[index].get(**FILL, fill_value=0))
+    return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, **DROP)
 
 
 def _has_unbroken_prefix(

@@ -126,7 +126,7 @@ class PrefixStore:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
           >>> cache = make_cache(spec, cells=64, sequences=3)
           >>> store = serving.PrefixStore(cache, sequences=[2])
-          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
           >>> cache, store, _ = store.store(cache, [1, 2, 3], seq=0)
           >>> cache, store, hit = store.fork(cache, [1, 2, 9], seq=1)
           >>> hit.length, hit.miss.name, cache.seq_pos_max(1).item(), cache.num_used_cells().item()
