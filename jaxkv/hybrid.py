@@ -342,13 +342,15 @@ class HybridTable(CacheTable):
         ]
 
     def find_layer(self, verb: str, layer: int) -> tuple[int, ...]:
-        """Return the path of a layer; raise if no part serves it by `verb`."""
+        """Return the path of a layer; raise if no part has such a layer for `verb`."""
         for path in self.layer_paths(verb, layer):
             return path
         numbers = sorted({layer for layers in self.layers for layer in layers})
+        numbers = [number for number in numbers if self.layer_paths(verb, number)]
+        kind = "attention" if verb == "attend" else "recurrent"
         raise ValueError(
-            f"expected one of the layers {numbers} that a part of the cache serves by {verb}, got "
-            f"{layer}; pass a layer of a part in cache.parts"
+            f"expected one of the {kind} layers {numbers}, got {layer}; pass a layer of a part in "
+            "cache.parts"
         )
 
     def layers_to_write(

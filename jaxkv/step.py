@@ -39,14 +39,15 @@ class Step(Partitioned):
 
     `apply` makes a step. A model reads the tokens of the step, and passes the step to `attend` or
     `write_kv` in each attention layer, and to `read_states` and `write_states` in each recurrent
-    layer. Each of these functions but `read_states` and `read_kv` returns the next step. After all
-    layers, `cache` is the cache with the tokens of the ubatch.
+    layer. `write_kv` and `write_states` return the next step, and `attend` returns it beside its
+    output. After all layers, `cache` is the cache with the tokens of the ubatch.
 
     table: Table of the cache with the tokens of the ubatch.
-    buffers: Buffers of the cache; the keys, values or states of `written` layers are new.
+    buffers: Buffers of the cache; those of layers that were written contain the tokens.
     ubatch: The ubatch. If it was refused or stale, its slots are past the last cell.
-    is_stale: For each row, True if the ubatch is stale and the row has a token. Outputs are NaN.
-    written: Layers that were written. Static.
+    is_stale: For each row, True if the ubatch is stale and the row has a token. The outputs of
+      layers are NaN in this row.
+    written: Paths of the layers that were written with static layer numbers. Static.
     is_written: For a stacked cache, whether each layer was written; None for other caches.
 
     Examples:
@@ -57,7 +58,7 @@ class Step(Partitioned):
       >>> step.cache
       Traceback (most recent call last):
       ...
-      ValueError: expected each layer of the cache to be written, got none of layers [0]; call ...
+      ValueError: expected each layer of the cache to be written, got a step without layers [0]; ...
 
     llama.cpp: `llama_memory_context_i`, which the graph of a model reads.
     """
@@ -117,7 +118,9 @@ class Step(Partitioned):
     def cache(self) -> Cache:
         """The cache with the tokens of the ubatch.
 
-        Raises a ValueError if a layer was not written.
+        Raises a ValueError if a layer was not written. In a stacked cache, which traced layer
+        numbers may write, the table stores which layers lack the tokens; their later outputs are
+        NaN.
         """
         layers = self.table.layers_to_write(self.buffers, self.ubatch)
         missing = [(verb, number) for path, verb, number in layers if path not in self.written]
@@ -126,8 +129,9 @@ class Step(Partitioned):
             numbers = sorted(number for of_verb, number in missing if of_verb == verb)
             function = "attend or write_kv" if verb == "attend" else "write_states"
             raise ValueError(
-                f"expected each layer of the cache to be written, got none of layers {numbers}; "
-                f"call {function} once in each, with its number, and use the step that it returns"
+                "expected each layer of the cache to be written, got a step without layers "
+                f"{numbers}; call {function} once in each, with its number, and use the step that "
+                "it returns"
             )
         table = self.table
         if missing and self.is_written is not None:
@@ -158,8 +162,11 @@ class Step(Partitioned):
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Step:
         """Return a `PartitionSpec` for each array of a step without buffers."""
         streams = sharding_rules.split(mesh, streams=self.ubatch.spec.streams)["streams"]
-        specs = step_partition_specs(self, streams)
-        return replace(specs, table=self.table.partition_by(sharding_rules, mesh))
+        return replace(
+            step_partition_specs(self, streams),
+            table=self.table.partition_by(sharding_rules, mesh),
+            is_written=None if self.is_written is None else P(),
+        )
 
 
 def _replace_at(parts: PyTree, path: Sequence[int], new: PyTree) -> PyTree:

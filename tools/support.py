@@ -68,21 +68,21 @@ def with_source() -> Any:
     cache = jaxkv.make_cache(spec, cells=(32, 8), sequences=3)
     (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2, 3]), encoder=True).ubatches
     zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
-    return jaxkv.write_kv(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)
+    return jaxkv.write_kv(jaxkv.apply(cache, ubatch), 1, zeros, zeros).cache
 
 
 @functools.cache
 def model(layers: str) -> Callable[..., Any]:
     """Make a model that writes every layer and returns the number after that of the token."""
 
-    def forward(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        cache, _ = edit_sequences.compute(cache, ubatch, layers)
-        said = (ubatch.tokens.reshape(-1)[ubatch.outputs] + 1) % VOCABULARY
+    def forward(params: Any, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
+        step, _ = edit_sequences.compute(step, layers)
+        said = (step.tokens.reshape(-1)[step.outputs] + 1) % VOCABULARY
         logits = jax.nn.one_hot(said, VOCABULARY)
         if "s" in layers:  # zeros for a source, NaN where it must not be read
-            q = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
-            logits += jnp.sum(jaxkv.attend(cache, layers.index("s"), ubatch, q)[1])
-        return cache, logits
+            q = jnp.zeros((*step.valid.shape, HEADS, SIZE))
+            logits += jnp.sum(jaxkv.attend(step, layers.index("s"), q)[1])
+        return step, logits
 
     return forward
 
@@ -228,8 +228,8 @@ def traced(trial: Trial) -> str:
     @jax.jit
     def program(cache: Any) -> Any:
         plan = jaxkv.plan_step(cache, jnp.array([7]))
-        cache, _ = trial.forward(None, jaxkv.apply(cache, plan), plan.ubatch)
-        return cache, plan.ok
+        step, _ = trial.forward(None, jaxkv.apply(cache, plan))
+        return step.cache, plan.ok
 
     cache, ok = program(trial.cache)
     return trial.goes_on(cache, TOKENS) if ok else NONE

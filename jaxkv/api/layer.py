@@ -216,7 +216,8 @@ def read_kv(
 
     Raises:
       ValueError: If no attention layer has the layer number, or `visible_until` is not `[R, T]`.
-      ValueError: If the step did not write the layer, or the buffers were donated.
+      ValueError: If the step did not write the layer (NaN in a stacked cache), or the buffers were
+        donated.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
       ValueError: If a step of encoder sources is passed for a self-attention layer, or
         `visible_until` for a cross-attention layer.
@@ -329,14 +330,15 @@ def _find_layer(
     part = step.part(*path[:-1])
     if is_traced(path[-1]):
         return path, part
-    is_written = path in step.written
-    if writes and is_written:
+    if writes and path in step.written:
         raise ValueError(
             f"expected a step to write each layer once, after it read its states, got layer "
             f"{layer} again; give each layer of the model its own number, and look at written "
             "keys with attend(step, layer, q)"
         )
-    if not writes and not is_written and part.table.stores(part.ubatch):
+    # In a stacked cache a traced number may have written the layer; else the layer reads NaN.
+    is_known = step.is_written is None and part.table.stores(part.ubatch)
+    if not writes and is_known and path not in step.written:
         raise ValueError(
             f"expected layer {layer} with the keys of the step, got it before they are written; "
             "call attend with k and v, or write_kv, and use the step that it returns"

@@ -134,3 +134,10 @@ def test_copy_brings_nothing_that_its_source_does_not_lack():
         copied, ok = jaxkv.seq_cp(cache, 0, ids[-2])
         assert ok
         assert gives_nan(step(copied, plan(copied, *(ids == ids[-2])))[1]) == expected
+
+
+def test_static_number_reads_what_a_traced_number_wrote():
+    begun = jaxkv.apply(SMALL.make(), plan(SMALL.make(), 1))
+    written, _ = jax.lax.scan(attend_signed, begun, jnp.arange(LAYERS))
+    assert np.isfinite(jaxkv.read_kv(written, 1).k).any()
+    assert np.isnan(jaxkv.read_kv(begun, 1).k).all()

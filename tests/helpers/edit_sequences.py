@@ -46,7 +46,7 @@ def compute(step: jaxkv.Step, kinds: str = "rr") -> tuple[jaxkv.Step, list[dict]
     """Run every layer over an applied ubatch: `a` attends, `r` is recurrent, `b` is both.
 
     Returns:
-      The cache, and for each recurrent layer the states after each token, `[R, T + 1, ...]`.
+      The step, and for each recurrent layer the states after each token, `[R, T + 1, ...]`.
     """
     passed = []
     for layer, kind in enumerate(kinds):

@@ -18,7 +18,13 @@ from tests.attention.formula import slope
 from tests.cells import state_machine
 from tests.cells.test_stateful import run
 from tests.helpers import edit_sequences
-from tests.helpers.caches import Kind, assert_identical, attention_cache
+from tests.helpers.caches import (
+    LAYERS,
+    Kind,
+    assert_identical,
+    attend_signed,
+    attention_cache,
+)
 from tests.helpers.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, placed
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
@@ -109,6 +115,22 @@ def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
         found = edited(tiny.whole(tiny.params()), cache)
     assert found[0].buffers.k[0].sharding.is_equivalent_to(cache.buffers.k[0].sharding, 4)
     assert_close(found, wanted, atol=1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_stacked_step_on_mesh_matches_one_device(mode):
+    cache = Kind("stacked", cells=4, sequences=2, streams=2, stacked=True).make()
+
+    def with_layers(cache, layers):
+        step = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([[1, 2], [3]])))
+        return jax.lax.scan(attend_signed, step, jnp.arange(layers))[0].cache
+
+    for layers in (LAYERS - 1, LAYERS):  # the last layer lacks the tokens, or none
+        wanted = with_layers(cache, layers)
+        with jax.set_mesh(mesh_of(mode, data=2)):
+            found = with_layers(placed(cache), layers)
+        assert_identical(jax.tree.leaves(found), jax.tree.leaves(wanted))
 
 
 @pytest.mark.core
