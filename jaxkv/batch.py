@@ -200,7 +200,7 @@ def make_batch(
       valid: bool, in the shape of the batch, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, pass one array for the tokens of all lists.
-        Models read the inputs from `Ubatch.extra`. `plan_step` and loops do not accept `extra`.
+        Models read the inputs from `Step.extra`. `plan_step` and loops do not accept `extra`.
 
     Returns:
       A `Batch`: arrays `[B]` for a list (lists of a list of lists are concatenated), or arrays

@@ -290,7 +290,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def occupy(self, ubatch: Ubatch) -> Self:
-        """Store the tokens of a ubatch in its slots."""
+        """Store the tokens of a ubatch in its slots, and change the versions of their streams."""
 
     @abstractmethod
     @assignable
@@ -405,9 +405,9 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with the cell hashes of `self`, and whether `old` can be restored.
+        """Return `old` with new stamps and versions, and whether `old` can be restored.
 
-        `old` can be restored if the cells that `old` uses have the same hashes in both tables.
+        `old` can be restored if the cells that `old` uses have the same stamps in both tables.
         """
 
     @abstractmethod
@@ -432,7 +432,7 @@ class CacheTable(Partitioned):
         return [(layer,)] if verb == self.serves else []
 
     def find_layer(self, verb: str, layer: PyTree) -> tuple[PyTree, ...]:
-        """Return the path of a layer; raise if no part serves it by `verb`."""
+        """Return the path of a layer; raise if the cache has no such layer for `verb`."""
         for path in self.layer_paths(verb, layer):
             return path
         kind = {"attend": "attention", "states": "recurrent"}[verb]

@@ -39,8 +39,8 @@ def apply(
     A ubatch changes the table. The result is a `Step`: a model passes the step to `attend` and
     `write_states`, which write the buffers. The plan of an update (`init_update`) or of a defrag
     (`defrag_plan`) changes table and buffers, and the result is the next cache. A refused plan
-    (`Plan.ok` is False) or a stale plan (see `Cache.is_current`) has no effect: `Step.cache` is
-    then equal to the cache.
+    (`Plan.ok` is False) or a stale plan (see `Cache.is_current`) has no effect: the result is an
+    equal cache, or a step whose `cache` is equal after all layers.
 
     Args:
       cache: any cache.
@@ -132,7 +132,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return False if a ubatch was refused, or a stream of its rows has changed since planning."""
+    """Return False if a ubatch has no slots, or a stream of its rows has changed since planning."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(lambda version, planned: version == planned, table.version, ubatch.version)
     current = reduce(

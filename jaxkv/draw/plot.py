@@ -175,7 +175,7 @@ def attention_mask(
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      TypeError: If the cache, or the part, is recurrent or for cross-attention.
+      TypeError: If the cache of the step, or the part, is recurrent or for cross-attention.
     """
     step = without_buffers(step.part(*([part] if step.ubatch.spec.parts else [])))
     if not isinstance(step.table, CellTable) or step.table.spec.is_cross_attention:

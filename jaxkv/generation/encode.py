@@ -41,8 +41,8 @@ def encode(
 
     Args:
       encoder: Function `(params, step) -> step`. Pass the same function in every call, as
-        for `prefill`. The ubatch contains all source tokens, and is already applied to the cache.
-        For each cross-attention layer, the function passes keys and values to `write_kv`.
+        for `prefill`. The step has all source tokens. For each cross-attention layer, the function
+        passes keys and values to `write_kv`.
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.
@@ -56,7 +56,7 @@ def encode(
     Raises:
       PlanRefusedError: If the sources do not fit, or a sequence already has a source.
       TypeError: If the cache has no part for encoder sources.
-      ValueError: If the encoder does not return an updated cache, or the cache was donated.
+      ValueError: If the encoder does not return a step, or the cache was donated.
 
     Examples:
       An encoder without self-attention, and a decoder that repeats the source:

@@ -37,8 +37,7 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: Function `(params, step) -> step, logits [O, V]`. The ubatch is already
-        applied to the cache, and applying it again has no effect. Pass the same function, or the
+      forward: Function `(params, step) -> step, logits [O, V]`. Pass the same function, or the
         same method of one object, in every call: a new lambda in each call is compiled again.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
@@ -71,7 +70,7 @@ def prefill(
         array is negative.
       ValueError: If the plan is stale, or if plan and batch have different numbers of tokens.
       ValueError: If both `plan` and `ubatch_size` are passed.
-      ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
+      ValueError: If the cache was donated, or `forward` returns no step or no logits.
 
     Examples:
       >>> def forward(params, step):

@@ -52,7 +52,7 @@ class Cells:
       and moves of a cell preserve this hash.
     version: Number of each stream; every ubatch and every edit that changes the stream changes it.
     incomplete: Whether each layer lacks keys of tokens of each stream; None if the cache is not
-      stacked, because then no layer can be skipped.
+      stacked, because then `Step.cache` raises if a layer was not written.
     shards: The n of placement "striped:n", static; 1 for other placements.
     ubatch_size: Largest number of tokens of a ubatch, static; None for no limit.
     """

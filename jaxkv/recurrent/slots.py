@@ -63,7 +63,7 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
 
 
 def occupy(states: T, ubatch: Ubatch) -> T:
-    """Write the positions, cell indices and hashes of a ubatch's new states into the table."""
+    """Write the positions, cell indices and stamps of a ubatch's new states into the table."""
     slots: StateSlots = ubatch.slots
     new = slots.cells < MAX_CELLS
     steps = _num_new_states(states, ubatch, new[:, -1])

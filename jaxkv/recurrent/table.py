@@ -193,7 +193,7 @@ class StateTable(States, CacheTable):
             if state.shape != shape:
                 raise ValueError(
                     f"expected {name} [R, E + 1, ...] of {shape}, got {state.shape}; give the "
-                    f"states after ubatch.state_write_steps({self.num_earlier_states + 1}) tokens"
+                    "states after step.state_write_steps(layer) tokens"
                 )
             if not _is_exact_kind(state.dtype, array.dtype):
                 raise TypeError(

@@ -113,7 +113,7 @@ class Part(ABC, Generic[T, B, D]):
     ) -> SlotAssignment:
         """Remove the target sequences from a table, and add the saved sequences.
 
-        Only the shapes of `saved` are read. The seed makes cell hashes unique to the file. The
+        Only the shapes of `saved` are read. The seed makes stamps unique to the file. The
         saved cell indices are used unless `fresh` is True.
         """
 

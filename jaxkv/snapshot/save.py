@@ -31,7 +31,7 @@ def save(
     """Save a cache, or some of its sequences, to a file or bytes.
 
     A snapshot contains the cells or states of the saved sequences, with pending shifts and the
-    highest evicted positions. Empty cells and cell hashes are not saved. The file is written
+    highest evicted positions. Empty cells and stamps are not saved. The file is written
     under a temporary name and then renamed, so a file with the final name is always complete.
 
     Args:

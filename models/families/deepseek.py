@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
         self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
-        """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output."""
+        """Attend from `x`, `[R, T, width]`, to the cache; return the step and the output."""
         c = self.config
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
         q, q_rope = jnp.split(q, [c.nope_dim], axis=-1)

@@ -178,7 +178,7 @@ class Attention(nnx.Module):
     def __call__(
         self, step: jaxkv.Step, x: jax.Array, added: Any = None
     ) -> tuple[jaxkv.Step, jax.Array]:
-        """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output.
+        """Attend from `x`, `[R, T, width]`, to the cache; return the step and the output.
 
         The argument `added` is a bias of attention logits, see `jaxkv.attend`; None for no bias.
         """

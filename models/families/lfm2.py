@@ -56,7 +56,7 @@ class ShortConvolution(nnx.Module):
         self.output = Linear(c.width, c.width, dtype, rngs, split=split)
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
-        """Convolve `x`, `[R, T, width]`; return the cache and the output."""
+        """Convolve `x`, `[R, T, width]`; return the step and the output."""
         into, out_of, x = jnp.unstack(self.input(x), axis=-2)
         x = jnp.where(step.valid[..., None], into * x, 0)
         tail = jaxkv.read_states(step, self.layer)["conv"]

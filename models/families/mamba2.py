@@ -139,7 +139,7 @@ class Mixer(nnx.Module):
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=c.by_head(1))
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
-        """Run the mixer on `x`, `[R, T, width]`; return the cache and the output."""
+        """Run the mixer on `x`, `[R, T, width]`; return the step and the output."""
         c = self.sizes
         steps, shared = self.steps(x), self.shared(x).reshape(*x.shape[:2], -1)
         gate, x = jnp.unstack(self.input(x), axis=-2)

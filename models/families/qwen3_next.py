@@ -86,7 +86,7 @@ class DeltaRule(nnx.Module):
         self.output = Linear(inner, c.width, dtype, rngs, split=c.by_group(1))
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
-        """Run the delta rule on `x`, `[R, T, width]`; return the cache and the output."""
+        """Run the delta rule on `x`, `[R, T, width]`; return the step and the output."""
         c, token = self.config, x.shape[:2]
         steps = self.steps(x).astype(jnp.float32)
         beta, steps = (part.reshape(*token, -1) for part in jnp.split(steps, 2, axis=-1))

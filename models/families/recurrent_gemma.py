@@ -67,7 +67,7 @@ class Recurrence(nnx.Module):
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=True, split=second)
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
-        """Run the recurrence on `x`, `[R, T, width]`; return the cache and the output."""
+        """Run the recurrence on `x`, `[R, T, width]`; return the step and the output."""
         c = self.config
         gate, x = jnp.unstack(self.input(x), axis=-2)
         valid = step.valid[..., None]

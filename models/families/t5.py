@@ -139,7 +139,7 @@ class CrossAttention(nnx.Module):
         return jaxkv.write_kv(step, self.layer, *jnp.split(self.kv(read), 2, axis=-1))
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
-        """Attend from `x`, `[R, T, width]`, to sources; return the cache and the output."""
+        """Attend from `x`, `[R, T, width]`, to sources; return the step and the output."""
         c = self.config
         step, out = jaxkv.attend(
             step, self.layer, self.q(x), scale=1.0, implementation=c.implementation
