@@ -308,10 +308,10 @@ class HybridTable(CacheTable):
         """Version of each stream in each part."""
         return tuple(part.version for part in self.parts)
 
-    def advance_version(self, old: HybridTable, event: UInt32[Array, "*#S"]) -> HybridTable:
+    def advance_version(self, old: HybridTable) -> HybridTable:
         """Return the table after an edit, with new versions of the streams changed in each part."""
         pairs = zip(self.parts, old.parts, strict=True)
-        return replace(self, parts=tuple(new.advance_version(was, event) for new, was in pairs))
+        return replace(self, parts=tuple(new.advance_version(was) for new, was in pairs))
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
         """Return `old` with rewound parts, and whether every part of `old` can be restored."""

@@ -190,11 +190,8 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def advance_version(self, old: Any, event: UInt32[Array, "*#S"]) -> Any:
-        """Return the table after an edit of `old`, with new versions of the changed streams.
-
-        `event` is a hash of the edit, see `hashing.hash_event`.
-        """
+    def advance_version(self, old: Any) -> Any:
+        """Return the table after an edit of `old`, with new versions of the changed streams."""
 
     @abstractmethod
     @assignable

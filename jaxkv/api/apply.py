@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxkv.batch import Ubatch, expand_streams_to_rows, mask_slots, placed_rows
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
-from jaxkv.core.hashing import hash_event
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
 from jaxkv.spec import check_spec
@@ -163,7 +162,7 @@ def _begin_step(table: CacheTable, ubatch: Ubatch) -> Step:
 
 def _apply_maintenance(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
     moved, buffers = plan.commit(table, buffers, plan.is_current(table))
-    return merge(moved.advance_version(table, hash_event("commit", plan.pending)), buffers)
+    return merge(moved.advance_version(table), buffers)
 
 
 _commit = jit_table(_apply_maintenance)

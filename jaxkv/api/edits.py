@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.hashing import hash_event
 from jaxkv.core.validate import (
     check_bounds,
     check_count,
@@ -411,7 +410,7 @@ def clear(cache: Cache) -> Cache:
 
 @jit_table
 def _clear(table: CacheTable) -> CacheTable:
-    return table.clear().advance_version(table, hash_event("clear"))
+    return table.clear().advance_version(table)
 
 
 def edit_result(cache: Cache, check: EditCheck) -> EditResult:
@@ -433,7 +432,7 @@ def _jit_range_edit(
         are_bounds = _are_bounds(*others[:2])
         seq = jnp.where(are_bounds, seq, table.spec.sequences)
         edited, check = getattr(table, method.__name__)(seq, *others)
-        edited = edited.advance_version(table, hash_event(method.__name__, *args))
+        edited = edited.advance_version(table)
         return edited, join_checks((are_bounds, Reason.ARGUMENT_OUT_OF_RANGE), check)
 
     def edit_ranges(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, EditCheck]:
@@ -459,7 +458,7 @@ def _copy_sequences(
     check = join_checks((_are_bounds(*bounds), Reason.ARGUMENT_OUT_OF_RANGE), check)
     dst = jnp.where(check.ok, dst, table.spec.sequences)
     copied, buffers = table.seq_cp(buffers, src, dst, *bounds)
-    copied = copied.advance_version(table, hash_event("seq_cp", src, dst, *bounds))
+    copied = copied.advance_version(table)
     return Cache(table=copied, buffers=buffers), check
 
 
@@ -469,7 +468,7 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 @jit_table
 def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, EditCheck]:
-    return table.seq_keep(seq).advance_version(table, hash_event("seq_keep", seq)), join_checks()
+    return table.seq_keep(seq).advance_version(table), join_checks()
 
 
 @jit_table
@@ -477,7 +476,7 @@ def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[CacheTable, EditCheck]:
     selected, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
-    return selected.advance_version(table, hash_event("seq_select", parents, ids)), join_checks()
+    return selected.advance_version(table), join_checks()
 
 
 def _select_sequences(
@@ -487,7 +486,7 @@ def _select_sequences(
     check = join_checks((table.can_seq_select(parents, ids), Reason.OUT_OF_CELLS))
     ids = jnp.where(check.ok, ids, table.spec.sequences)
     selected, buffers = table.seq_select(buffers, parents, ids)
-    selected = selected.advance_version(table, hash_event("seq_select", parents, ids))
+    selected = selected.advance_version(table)
     return merge(selected, buffers), check
 
 

@@ -1,7 +1,7 @@
-"""Hashes of tokens and of events, and the versions of streams that are made from them.
+"""Hashes of tokens and of streams, and the versions of streams that are made from them.
 
 The version of a stream is a number that each ubatch and each edit of the stream changes. Streams
-with different histories have equal versions with a probability of 2**-32.
+with different contents have equal versions with a probability of 2**-32.
 """
 
 from collections.abc import Mapping
@@ -76,11 +76,13 @@ def _hash_numbers(numbers: jax.Array) -> jax.Array:
     return jnp.sum(mix(bits ^ place), axis=-1, dtype=jnp.uint32)
 
 
-def hash_event(name: str, *numbers: jax.Array) -> jax.Array:
-    """Return a hash of the name and the int32 arguments of an edit, `[]` uint32."""
-    found = jnp.uint32(crc32(name.encode()))
-    for array in numbers:
-        flat = jnp.ravel(array)
-        places = jnp.arange(flat.size, dtype=jnp.int32)
-        found = chain_hashes(found, jnp.sum(chain_hashes(places, flat), dtype=jnp.uint32))
-    return found
+def hash_rows(*fields: jax.Array) -> jax.Array:
+    """Hash the rows of 32-bit arrays `[S, n]`, and the order of their elements, to `[S]` uint32."""
+    place = jnp.arange(fields[0].shape[1], dtype=jnp.uint32)[None]
+    return jnp.sum(mix_linearly(place, *fields), axis=1, dtype=jnp.uint32)
+
+
+def next_version(version: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the versions of streams after an edit, from hashes of the streams before and after."""
+    # The arguments of an edit do not suffice: a copy also depends on the stream of its source.
+    return jnp.where(old == new, version, chain_hashes(version, new))

@@ -17,7 +17,6 @@ from jaxkv.api.edits import EditResult, edit_result
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_not_donated
-from jaxkv.core.hashing import hash_event
 from jaxkv.core.validate import check_count, check_equal_lengths, check_int32, check_position
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
@@ -213,7 +212,7 @@ def _shift_sequence(
         removed,  # refused if evicted tokens would be in the window again
         moved,
     )
-    closed = closed.advance_version(table, hash_event("context_shift", *args))
+    closed = closed.advance_version(table)
     return _select_table(check.ok, closed, table), check
 
 
@@ -261,7 +260,7 @@ def _self_extend_table(
     grouped, new_done, _, check = jax.lax.while_loop(
         lambda carry: (carry[2] - width >= carry[1]) & carry[3].ok, group_once, more
     )
-    grouped = grouped.advance_version(table, hash_event("self_extend", seq, done, group, width))
+    grouped = grouped.advance_version(table)
     table = _select_table(check.ok, grouped, table)
     return table, _plan_shift_if(check.ok, table), jnp.where(check.ok, new_done, done), check
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, divmod_nonnegative, indices_of_true, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes
+from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.window import Window
 
@@ -323,25 +323,24 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
     return fold_over_true(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
 
 
-def advance_version(cells: C, old: Cells, event: UInt32[Array, "*#S"]) -> C:
+def advance_version(cells: C, old: Cells) -> C:
     """Return the table after an edit of `old`, with new versions of the changed streams."""
 
-    def changes(new: jax.Array, was: jax.Array) -> jax.Array:
-        return jnp.any((new != was).reshape(cells.streams, -1), axis=1)
+    def hash_streams(cells: Cells) -> jax.Array:
+        owners = jnp.unstack(cells.owners, axis=1)
+        evicted = cells.evicted_below.reshape(cells.streams, -1)
+        return chain_hashes(
+            hash_rows(cells.position, cells.shift, cells.stamp, *owners), hash_rows(evicted)
+        )
 
-    names = ("position", "owners", "shift", "stamp", "evicted_below")
-    changed = reduce(
-        jnp.logical_or, [changes(getattr(cells, name), getattr(old, name)) for name in names]
-    )
-    version = jnp.where(changed, chain_hashes(old.version, event), old.version)
-    return replace(cells, version=version)
+    return replace(cells, version=next_version(old.version, hash_streams(old), hash_streams(cells)))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
     """Return `old` with new stamps and versions, and whether its keys are still stored."""
     # If the stamps of a cell are equal, the cell still has the keys and values of `old`.
     ok = jnp.all((cells.stamp == old.stamp) | is_cell_empty(old))
-    return advance_version(replace(old, stamp=cells.stamp), cells, old.version), ok
+    return advance_version(replace(old, stamp=cells.stamp), cells), ok
 
 
 def incomplete_layers(cells: Cells) -> Bool[Array, "S L"] | None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes
+from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.plan import Reason
 from jaxkv.table import EditCheck, SequenceStatus, join_checks
@@ -158,17 +158,19 @@ def num_used_cells(states: States) -> Int32[Array, ""]:
     return jnp.sum(is_occupied(states, states.cell), dtype=jnp.int32)
 
 
-def advance_version(states: T, old: States, event: UInt32[Array, "*#S"]) -> T:
+def advance_version(states: T, old: States) -> T:
     """Return the table after an edit of `old`, with new versions of the changed streams."""
 
-    def changes(new: jax.Array, was: jax.Array) -> jax.Array:
-        return jnp.any((new != was).reshape(states.streams, -1), axis=1)
+    def hash_streams(states: States) -> jax.Array:
+        position, cell, first = (
+            x.reshape(states.streams, -1)
+            for x in (states.position, states.cell, states.first_position)
+        )
+        return chain_hashes(hash_rows(position, cell), hash_rows(first), hash_rows(states.stamp))
 
-    changed = changes(states.position, old.position) | changes(states.cell, old.cell)
-    changed |= changes(states.stamp, old.stamp)
-    changed |= changes(states.first_position, old.first_position)
-    version = jnp.where(changed, chain_hashes(old.version, event), old.version)
-    return replace(states, version=version)
+    return replace(
+        states, version=next_version(old.version, hash_streams(old), hash_streams(states))
+    )
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
@@ -330,7 +332,7 @@ def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
     """
     same = states.stamp == old.stamp
     back = replace(old, stamp=states.stamp)
-    back = advance_version(back, states, old.version)
+    back = advance_version(back, states)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 

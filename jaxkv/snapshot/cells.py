@@ -228,7 +228,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             np.arange(table.streams, dtype=np.int32)[:, None], is_filled.shape
         )
         return SlotAssignment(
-            table=filled.advance_version(table, jnp.uint32(seed)),
+            table=filled.advance_version(table),
             streams=streams[is_filled],
             cells=slots[is_filled],
             origin=origin[is_filled],

@@ -197,7 +197,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         host.stamp[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
         host.first_position[streams, cells] = _read_first_positions(read)[origin]
-        filled = jax.tree.map(jnp.asarray, host).advance_version(table, jnp.uint32(seed))
+        filled = jax.tree.map(jnp.asarray, host).advance_version(table)
         return SlotAssignment(table=filled, streams=streams, cells=cells, origin=origin)
 
     @staticmethod

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import snapshot
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.window import Window
 from tests.helpers import caches
@@ -223,3 +224,42 @@ def test_plan_for_another_cache_raises():
         ):
             with pytest.raises(ValueError, match="for this cache, .* got one for .*; plan again"):
                 verb(*args)
+
+
+def after_copies_of_two_texts(kind):
+    for text in ([1, 2], [7, 8, 9, 10]):
+        cache = told(kind, KINDS[kind].make(rope=None), text, [])
+        yield jaxkv.seq_cp(cache, 0, 2).cache
+
+
+def after_an_update_and_a_defrag():
+    cache = SMALL.make()
+    batch = jaxkv.make_batch([[1], [2, 2], [3, 3]])
+    cache, _ = jaxkv.seq_rm(settle(cache, jaxkv.init_batch(cache, batch)), 0, 0, 1)
+    cache = jaxkv.seq_add(cache, 2, 1, -1, delta=3).cache
+    plans = jaxkv.init_update(cache), jaxkv.defrag_plan(cache)
+    assert plans[0].pending == plans[1].pending
+    for plan in plans:
+        yield jaxkv.apply(cache, plan)
+
+
+def after_loads_of_other_sequences(kind):
+    data = snapshot.save(told(kind, KINDS[kind].make(rope=None), [1, 2, 3], [4]))
+    for sequences in ({0: 0, 1: 2}, {0: 2, 1: 0}):
+        yield snapshot.load(data, into=KINDS[kind].make(rope=None), sequences=sequences)
+
+
+@pytest.mark.parametrize(
+    "histories",
+    [
+        *(partial(after_copies_of_two_texts, kind) for kind in ("split", "hybrid of streams")),
+        after_an_update_and_a_defrag,
+        *(partial(after_loads_of_other_sequences, kind) for kind in ("pool", "recurrent")),
+    ],
+    ids=["copies", "copies of hybrids", "commits", "loads", "loads of states"],
+)
+def test_plan_of_one_history_is_stale_in_another(histories):
+    """Equal edits with other results, of one cache: the edits give streams other versions."""
+    one, other = histories()
+    plan = jaxkv.init_batch(one, jaxkv.make_batch([1], sequences=2)).check()
+    assert one.is_current(plan) and not other.is_current(plan)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxkv.batch import make_batch
 from jaxkv.core.array_utils import DROP, divmod_nonnegative
 from jaxkv.core.constants import NO_SLOT
-from jaxkv.core.hashing import hash_event
 from jaxkv.generation.speculative.drafters import DraftTokens
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
@@ -91,7 +90,7 @@ def fork_branches(
     parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences)
     forked, _ = table.seq_select(None, parents, targets.reshape(-1))
-    return forked.advance_version(table, hash_event("fork_branches", parents, targets))
+    return forked.advance_version(table)
 
 
 @jit_table
@@ -159,4 +158,4 @@ def keep_branch(
     others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)
     none, end = jnp.int32(0), jnp.int32(-1)
     kept, _ = jax.lax.scan(lambda x, seq: (x.seq_rm(seq, none, end)[0], None), kept, others)
-    return kept.advance_version(table, hash_event("keep_branch", parents, sequences))
+    return kept.advance_version(table)
