@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, expand_streams_to_rows, hash_tokens
+from jaxkv.batch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
 from jaxkv.core.array_utils import DROP, out_of_range_slots
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import cell_stamps, mix_linearly
@@ -297,13 +297,13 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 def mark_incomplete(cells: C, ubatch: Ubatch, is_missing: Bool[Array, " L"]) -> C:
     """Record which layers of a stacked cache lack the keys of a ubatch."""
     assert cells.incomplete is not None
-    placed = jnp.any(ubatch.slots < cells.num_cells, axis=1)
-    grown = jnp.zeros(cells.streams, bool).at[ubatch.row_stream].max(placed)
+    grown = _sum_by_stream(cells, ubatch, placed_rows(ubatch).astype(jnp.int32)) > 0
     lacking = grown & jnp.any(is_missing)
     # Other keys are stored than after a step that wrote all layers, so the stamps differ.
     event = jnp.sum(mix_linearly(jnp.arange(is_missing.size), is_missing), dtype=jnp.uint32)
     version = jnp.where(lacking, mix_linearly(cells.version, event), cells.version)
-    stamp = cell_stamps(version[ubatch.row_stream][:, None], ubatch.slots)
+    of_rows = expand_streams_to_rows(version, ubatch.row_stream, ubatch.row_is_sequence)
+    stamp = cell_stamps(of_rows[:, None], ubatch.slots)
     where = (ubatch.row_stream[:, None], ubatch.slots)
     return replace(
         cells,
