@@ -141,9 +141,9 @@ def write_kv(
     """Write keys and values of a step into a layer, without attention; return the next step.
 
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. No
-    key is written for padding, or for a ubatch that was refused or stale. If a key or
-    its value is not finite in the dtype of the buffers, the stored key is NaN, and the stored value
-    is zero.
+    key is written for padding, or for a ubatch that was refused or stale. Elements that are not
+    finite in the dtype of the buffers are stored as NaN in keys, and as zero in values. The key of
+    a value with such an element also contains a NaN.
 
     Args:
       step: the step that the model gets, or that the last layer function returned.
@@ -203,7 +203,7 @@ def read_kv(
       the dtype of the buffers (float32 if quantised). The `mask` `[P, T, N]` bool is True if a
       token attends to a cell. The `positions` `[P, N]` int32 are -1 for empty cells.
 
-      - Values are finite. A key is NaN if the key or its value was not finite when written.
+      - Values are finite. A key contains NaN if the key or its value was not finite when written.
       - A key that is masked for all tokens may be NaN. Therefore mask logits with `jnp.where`, not
         by a product or a sum. Before you compute derivatives through the keys, replace keys that
         are masked for all tokens by zeros.

@@ -217,17 +217,18 @@ def write_keys_and_values(
 ) -> tuple[Stored, Values]:
     """Write the keys and values of a ubatch into a layer; skip slots past the last cell."""
     # Stored values are always finite, so that a masked cell contributes 0.
-    n = k.shape[2] // keys.shape[1]
-    k = join_heads(k.astype(dequantised_dtype(keys)), n, keys.shape[3])
-    if isinstance(values, ValueSlice):
-        k = values.nan_unless_finite(k)
-        return write_cells(keys, streams[:, None], slots, k), values
-    assert v is not None
-    v = join_heads(v.astype(dequantised_dtype(values)), n, values.shape[3])
-    # x - x is NaN if x is not finite, else 0; a sum of these differences is faster than `all`.
-    finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
-    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+    n, k = k.shape[2] // keys.shape[1], k.astype(dequantised_dtype(keys))
     streams = streams[:, None]
+    if isinstance(values, ValueSlice):
+        k = values.nan_unless_finite(join_heads(k, n, keys.shape[3]))
+        return write_cells(keys, streams, slots, k), values
+    assert v is not None
+    v = v.astype(dequantised_dtype(values))
+    is_finite = jnp.isfinite(v)
+    # A NaN in one element is sufficient, and a reduction would take longer.
+    of_key = is_finite if v.shape == k.shape else jnp.all(is_finite, axis=3, keepdims=True)
+    k, v = jnp.where(of_key & jnp.isfinite(k), k, jnp.nan), jnp.where(is_finite, v, 0)
+    k, v = join_heads(k, n, keys.shape[3]), join_heads(v, n, values.shape[3])
     return write_cells(keys, streams, slots, k), write_cells(values, streams, slots, v)
 
 

@@ -277,7 +277,7 @@ BROKEN = [
 
 @core
 @pytest.mark.parametrize(("form", "half", "bad", "where"), BROKEN, ids=str)
-def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, where):
+def test_attend_nonfinite_element_is_nan_in_key_and_zero_in_value(form, half, bad, where):
     """It shows in tokens that attend to it, in query heads that read it, and nowhere else."""
     cache, latent = make(**form), "value_dim" in form
     (ubatch,) = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [4, 5, 6]])).ubatches
@@ -289,8 +289,11 @@ def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, w
 
     place, other = (0, 0, 1, 4), held(clean)
     keys, values = held(broken)
-    assert np.isnan(keys[place]).tolist() == [not latent or i < PART.start for i in range(SIZE)]
-    assert not values[place].any()
+    whole = latent or "int8" in form.values()
+    nan = [i < PART.start if latent else whole or i == where for i in range(SIZE)]
+    assert np.isnan(keys[place]).tolist() == nan
+    lost = [latent or (half == "v" and i == where) for i in range(len(values[place]))]
+    assert (values[place] == 0).tolist() == lost
     keys[place], values[place] = (x[place] for x in other)
     jax.tree.map(np.testing.assert_array_equal, [keys, values], other)
     out, wanted = np.array(out), np.asarray(wanted)
@@ -300,7 +303,7 @@ def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, w
 
     moved = jaxkv.seq_add(broken, 1, 0, -1, delta=3).cache
     keys, values = held(updated(moved))
-    assert np.isnan(keys[place][: PART.start]).all() and np.isfinite(values).all()
+    assert np.isnan(keys[place][: PART.start]).any() and np.isfinite(values).all()
     assert np.isnan(keys).any(-1).sum() == 1
 
 
