@@ -151,11 +151,13 @@ def _begin_step(table: CacheTable, ubatch: Ubatch) -> Step:
     is_current, placed = _is_ubatch_current(table, ubatch), placed_rows(ubatch)
     ubatch = mask_slots(is_current, ubatch)
     layers = table.num_stacked_layers
+    # The compiler computes a reduction once, but `placed & ~is_current` in each layer.
+    is_stale = jnp.all(jnp.stack(jnp.broadcast_arrays(placed, ~is_current)), axis=0)
     return Step(
         table=table.occupy(ubatch),
         buffers=None,
         ubatch=ubatch,
-        is_stale=placed & ~is_current,
+        is_stale=is_stale,
         is_written=jnp.zeros(layers, bool) if layers else None,
     )
 
