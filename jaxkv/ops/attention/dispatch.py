@@ -19,6 +19,7 @@ from jaxkv.ops.attention import (
     xla_tiles,
 )
 from jaxkv.ops.attention.active_tiles import TILE
+from jaxkv.ops.attention.platforms import by_platform
 from jaxkv.ops.attention.softmax import (
     AttentionOptions,
     OnlineSoftmax,
@@ -173,18 +174,6 @@ def tpu_kernel(
     from jaxkv.ops.attention import pallas_tpu
 
     return pallas_tpu.partial_attention(q, k, v, visibility, options, interpret=interpret)
-
-
-def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return a function that runs the implementation for the platform of the compiled program."""
-
-    def partial_attention(
-        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
-    ) -> OnlineSoftmax:
-        with_options = {name: partial(way, options=options) for name, way in ways.items()}
-        return jax.lax.platform_dependent(q, k, v, seen, **with_options)
-
-    return partial_attention
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
