@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.core.array_utils import divmod_nonnegative
 from jaxkv.ops.attention.softmax import OnlineSoftmax, zero_unseen
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask, query_bounds_of
 
@@ -39,6 +40,8 @@ class ActiveTiles(NamedTuple):
       of tiles of a stream. Pairs with an active tile come first, by increasing number.
     starts: Index in `tiles` of the first active tile of each block; the last element is the number
       of active tiles of all blocks.
+    places: For each number in `tiles`, the block, and the indices of the first cell: that of the
+      tile, and that of a full tile which ends at the last cell at the latest.
     """
 
     mask: jax.Array | Visibility
@@ -46,6 +49,7 @@ class ActiveTiles(NamedTuple):
     streams: Int32[Array, " P*b"]
     tiles: Int32[Array, " M"]
     starts: Int32[Array, " P*b+1"]
+    places: Int32[Array, "M 3"]
 
     @property
     def num_active_tiles(self) -> Int32[Array, ""]:
@@ -105,7 +109,10 @@ def find_active_tiles(
     live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # active tiles first
     streams = jnp.repeat(visibility.streams, blocks, total_repeat_length=lists * blocks)
     ends = jnp.cumsum(jnp.sum(seen, axis=1, dtype=jnp.int32))
-    return ActiveTiles(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
+    block, tile = divmod_nonnegative(live, tiles)
+    first = tile * size
+    places = jnp.stack([block, first, jnp.minimum(first, cells - size)], axis=1)
+    return ActiveTiles(mask, sees, streams, live, jnp.pad(ends, (1, 0)), places)
 
 
 def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:

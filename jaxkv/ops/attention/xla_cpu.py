@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla
-from jaxkv.ops.attention.active_tiles import find_active_tiles
+from jaxkv.ops.attention.active_tiles import TILE, find_active_tiles
 from jaxkv.ops.attention.softmax import (
     AttentionOptions,
     OnlineSoftmax,
@@ -32,6 +32,16 @@ TILE_LOOP_FRACTION = 0.4
 
 MAX_TILES_AT_ONCE = 4
 """Largest number of tiles of all lists together for which all cells are always read at once."""
+
+SHORT_STREAM = 2
+"""Number of tiles of a stream up to which `MAX_SHORT_TILES` replaces `MAX_TILES_AT_ONCE`."""
+
+MAX_SHORT_TILES = 16
+"""Largest number of tiles of all lists together for which short streams are read at once.
+
+Skipping a stream without tokens would save little time then, and a branch and a loop in each layer
+take more than half of the time of the first call.
+"""
 
 MAX_TOKENS_AT_ONCE = 16
 """Largest number of tokens of a list for which all cells may be read at once."""
@@ -70,9 +80,12 @@ def attend_by_shapes(
         return attend_by_tiles(q, k, v, visibility, options)
     if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
-    live, mask = find_active_tiles(visibility), compute_mask(visibility)
-    if live.tiles.size <= MAX_TILES_AT_ONCE:
+    tiles = -(-k.shape[2] // TILE)
+    most = MAX_SHORT_TILES if tiles <= SHORT_STREAM else MAX_TILES_AT_ONCE
+    mask = compute_mask(visibility)
+    if q.shape[0] * tiles <= most:
         return attend_by_mask(q, k, v, mask, options, compute_bias(visibility))
+    live = find_active_tiles(visibility)
     # Mask and tiles are arguments, because each layer would compute them again inside a branch.
     sums = jax.lax.cond(
         live.num_active_tiles < TILE_LOOP_FRACTION * live.tiles.size,

@@ -87,14 +87,11 @@ def add_tiles_one_by_one(
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)
     size = min(TILE, cells)
-    tiles = -(-cells // size)
 
     def add_tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
-        number = scalar_at(live.tiles, i)
-        block, turn = jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
-        first = jnp.minimum(turn * size, cells - size)  # the last tile may overlap
-        zero = jnp.zeros_like(first)
+        zero = jnp.zeros_like(i)
+        block, begin, first = slice_of(live.places, (i, zero), (1, 3))[0]
 
         def slice_tile(x: Stored) -> Stored:
             start = (scalar_at(streams, block), zero, first, zero)
@@ -110,7 +107,7 @@ def add_tiles_one_by_one(
 
         seen, bias = live.mask_and_bias_of_tile(block, first, size)
         if cells % size:
-            seen &= (first + jnp.arange(size) >= turn * size)[None, None]
+            seen &= (first + jnp.arange(size) >= begin)[None, None]
         more = add_cells(
             jax.tree.map(slice_block, sums),
             slice_block(q),
