@@ -25,6 +25,10 @@ FILL: dict[str, Any] = {"mode": "fill", "wrap_negative_indices": False}
 """Options of `x.at[index].get`, which returns `fill_value` for indices out of range."""
 
 
+MAX_COMPARISONS = 1 << 16
+"""Largest number of comparisons that `search_sorted` makes without a loop."""
+
+
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return an array of distinct slots past the last cell, with the shape of `slots`."""
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
@@ -48,6 +52,17 @@ def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " coun
     Array([1, 2, 4], dtype=int32)
     """
     return jnp.nonzero(which, size=count, fill_value=which.size)[0].astype(jnp.int32)
+
+
+def search_sorted(ascending: Int32[Array, " n"], values: Int32[Array, " m"]) -> Int32[Array, " m"]:
+    """Return how many elements of an ascending array are less than each value.
+
+    >>> search_sorted(jnp.array([1, 3, 3, 5]), jnp.array([3, 4, 6])).tolist()
+    [1, 3, 4]
+    """
+    # A loop takes more time than few comparisons, on GPUs above all.
+    method = "compare_all" if ascending.size * values.size <= MAX_COMPARISONS else "scan"
+    return jnp.searchsorted(ascending, values, method=method).astype(jnp.int32)
 
 
 def divmod_nonnegative(

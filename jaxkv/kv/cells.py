@@ -156,11 +156,10 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
     asked = asked.reshape(streams, -1)
     asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sequences_per_stream)])
     asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
+    bit = jnp.arange(min(WORD, cells.sequences_per_stream), dtype=jnp.uint32)
     # Chunks are faster on a CPU only; elsewhere the iterations of the loop take longer.
     found = jax.lax.platform_dependent(
-        cells.owners,
-        cells.position,
-        asked,
+        *(cells.owners, cells.position, asked, bit),
         cpu=partial(_last_positions_by_chunk, min(BLOCK, cells.num_cells)),
         default=partial(_last_positions_by_chunk, cells.num_cells),
     )
@@ -168,11 +167,10 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 
 
 def _last_positions_by_chunk(
-    size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
+    size: int, owners: jax.Array, position: jax.Array, asked: jax.Array, bit: jax.Array
 ) -> jax.Array:
-    """Return the last position of each sequence, `[S, W, WORD]`, from chunks of `size` cells."""
+    """Return the last position for each word and bit, `[S, W, bits]`, from chunks of `size`."""
     streams, words, cells = owners.shape
-    bit = jnp.arange(WORD, dtype=jnp.uint32)
 
     def update_word(word: jax.Array, found: jax.Array) -> jax.Array:
         def update_chunk(i: jax.Array, highest: jax.Array) -> jax.Array:
@@ -180,14 +178,17 @@ def _last_positions_by_chunk(
             corner = jnp.int32(0), word, start  # equal dtypes, also with x64
             here = jax.lax.dynamic_slice(owners, corner, (streams, 1, size))[:, 0]
             at = jax.lax.dynamic_slice_in_dim(position, start, size, axis=1)
-            owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, WORD]
+            owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, bits]
             return jnp.maximum(highest, jnp.max(jnp.where(owned, at[..., None], EMPTY), axis=1))
 
         turns = jnp.int32(-(-cells // size))
         highest = jax.lax.fori_loop(jnp.int32(0), turns, update_chunk, found[:, word])
         return found.at[:, word].set(highest)
 
-    return fold_over_true(asked, update_word, jnp.full((streams, words, WORD), EMPTY, jnp.int32))
+    empty = jnp.full((streams, words, bit.size), EMPTY, jnp.int32)
+    if words == 1:
+        return update_word(jnp.int32(0), empty)
+    return fold_over_true(asked, update_word, empty)
 
 
 def is_cell_empty(cells: Cells) -> jax.Array:

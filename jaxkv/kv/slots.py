@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
-from jaxkv.core.array_utils import DROP, out_of_range_slots
+from jaxkv.core.array_utils import DROP, out_of_range_slots, search_sorted
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import cell_stamps, mix_linearly
 from jaxkv.kv.cells import (
@@ -102,13 +102,11 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
 
 def _sum_smallest_first(demand: jax.Array) -> jax.Array:
     """Return for each sequence the demand of all sequences up to it in its stream, `[S, Q / S]`."""
-    if demand.shape[1] == 1:
-        return demand
-
-    ids = jax.lax.broadcasted_iota(jnp.int32, demand.shape, 1)
-    demand, ids = jax.lax.sort((demand, ids), num_keys=1)
-    _, total = jax.lax.sort((ids, jnp.cumsum(demand, axis=1, dtype=jnp.int32)), num_keys=1)
-    return total
+    number = jnp.arange(demand.shape[1], dtype=jnp.int32)
+    one, other = demand[:, :, None], demand[:, None]
+    is_before = number[None] <= number[:, None]
+    is_up_to = (other < one) | ((other == one) & is_before[None])
+    return jnp.sum(jnp.where(is_up_to, other, 0), axis=2, dtype=jnp.int32)
 
 
 def can_allocate(
@@ -219,8 +217,7 @@ def choose_in_stream(
     if cells.placement == "contiguous":
         return _find_first_run(count, total) + number - 1, total <= count[-1]
     if cells.window is None:
-        rank = jnp.searchsorted(count, number).astype(jnp.int32)
-        return cells_at_ranks(rank, size, shards), jnp.array(False)
+        return cells_at_ranks(search_sorted(count, number), size, shards), jnp.array(False)
     # An empty cell has the lowest position, -1.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
     order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative
+from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, search_sorted
 from jaxkv.core.constants import END
 from jaxkv.kv.cells import WORD, Cells, is_cell_empty, locate_owner_bit
 from jaxkv.kv.eviction import is_evictable
@@ -105,7 +105,7 @@ def choose_for_list(
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
     sequence, is_valid = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
-    first = jnp.searchsorted(sequence, sequence).astype(jnp.int32)
+    first = search_sorted(sequence, sequence)
     turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # among the tokens of its sequence
     demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, **DROP)
 
@@ -114,7 +114,7 @@ def choose_for_list(
     empty, owner = num_empty == size, _sole_owner(pool.owners, size, count)
     short = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, **DROP), 0)
     heirs = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
-    heir = jnp.searchsorted(heirs, jnp.cumsum(empty, dtype=jnp.int32)).astype(jnp.int32)
+    heir = search_sorted(heirs, jnp.cumsum(empty, dtype=jnp.int32))
     owner = jnp.where(empty, heir, owner)  # U or more if a tile has no owner
     room = jnp.zeros_like(demand).at[owner].add(num_empty, **DROP)
 
@@ -163,5 +163,5 @@ def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
     Tile i has `counts[i]` empty cells. If there are at most n empty cells, the tile is M.
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
+    group = search_sorted(ends, n + 1)
     return group, n - _get_or_zero(ends - counts, group)
