@@ -34,13 +34,12 @@ MAX_TILES_AT_ONCE = 4
 """Largest number of tiles of all lists together for which all cells are always read at once."""
 
 SHORT_STREAM = 2
-"""Number of tiles of a stream up to which `MAX_SHORT_TILES` replaces `MAX_TILES_AT_ONCE`."""
+"""Largest number of tiles of a stream for which `MAX_SHORT_TILES` replaces `MAX_TILES_AT_ONCE`."""
 
 MAX_SHORT_TILES = 16
-"""Largest number of tiles of all lists together for which short streams are read at once.
+"""Largest number of tiles of all lists together for which all cells of short streams are read.
 
-Skipping a stream without tokens would save little time then, and a branch and a loop in each layer
-take more than half of the time of the first call.
+A branch and a loop in each layer would double the time of the first call.
 """
 
 MAX_TOKENS_AT_ONCE = 16

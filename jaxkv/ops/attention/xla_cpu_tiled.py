@@ -66,8 +66,6 @@ def attend_by_shapes(
 
     if piecewise:
         sums = add_own_tiles_in_turn()
-    elif lone_tiles.tiles.size <= xla_cpu.MAX_SHORT_TILES:
-        sums = add_own_tiles_at_once()
     else:
         few = xla_cpu.TILE_LOOP_FRACTION * lone_tiles.tiles.size
         sums = jax.lax.cond(
