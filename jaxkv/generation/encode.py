@@ -82,10 +82,10 @@ def encode(
     if not isinstance(batch, Batch):
         batch = make_batch(batch)
     plan = init_batch(cache, batch, encoder=True)
-    (ubatch,), is_known = plan.ubatches, is_concrete(plan.ok)
-    if is_known:
+    (ubatch,) = plan.ubatches
+    if is_concrete(plan.ok):
         plan.check()
-    if is_known and not is_traced(params, cache, batch):
+    if not is_traced(params, cache, ubatch):
         run = cached_program(_build_encode_program, encoder)
         cache = merge(*run(params, *own_or_copied_buffers(cache, donate), ubatch))
     else:

@@ -161,11 +161,15 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
         follows=state.follows,
         sampler_state=state.sampler_state,
     )
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
-    if len(shapes[0]) != 1 or any(shape[:1] != shapes[0] for shape in shapes):
+    own, others = (
+        [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+        for tree in (replace(state, sampler_state=None), state.sampler_state)
+    )
+    texts = (np.size(state.token),)
+    if any(shape != texts for shape in own) or any(shape[:1] != texts for shape in others):
         raise ValueError(
             f"expected a state whose arrays have one length [Z], got "
-            f"{', '.join(map(str, shapes))}; make it with generation.init_decode"
+            f"{', '.join(map(str, own + others))}; make it with generation.init_decode"
         )
     check_distinct(state.sequence)
     return state

@@ -163,7 +163,7 @@ def _select_outputs(
     part: Batch, index: Int32[Array, "R T"], outputs: int
 ) -> tuple[Int32[Array, " O"], Int32[Array, " O"]]:
     """Return indices `[O]` of the output tokens in the ubatch, and their indices in the batch."""
-    order = jnp.where(part.outputs & part.valid, index, NO_SLOT).reshape(-1)
+    order = jnp.where(part.outputs, index, NO_SLOT).reshape(-1)
     tokens = order.shape[0]
     if outputs >= tokens:  # every token may be an output: no selection is needed
         return jnp.arange(tokens, dtype=jnp.int32), order

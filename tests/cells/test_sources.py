@@ -156,6 +156,19 @@ def test_encode_and_prefill_see_all_of_their_source():
     assert not traced(cache, jnp.array([4, 5, 6]), jnp.array([0, 2]))[1]
 
 
+@core
+def test_encode_twice_traces_the_encoder_once():
+    traces = []
+
+    def counted(params, step):
+        traces.append(step.tokens.shape)
+        return encoder(params, step)
+
+    for seq in (0, 1):
+        jaxkv.encode(counted, WEIGHTS, make(), make_batch([1, 2], sequences=seq))
+    assert len(traces) == 1
+
+
 def packed(cache):
     cache, _ = jaxkv.seq_rm(cache, 0)
     return jaxkv.apply(cache, jaxkv.defrag_plan(cache))

@@ -204,6 +204,20 @@ def test_beam_fewer_texts_than_width():
         assert_sound(after)
 
 
+def test_beam_ends_where_powers_of_the_length_exceed_float32():
+    """Normalised scores of two tokens or more are 0, so the ended 6 9, 6 6 9, 6 6 6 9 suffice.
+
+    Two of the three beams are empty, and the cells suffice for 6 6 6.
+    """
+    cache, logits = crowded(3)
+    only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
+    only[6, [6, 9]] = only[:6, 6] = 0
+    run = partial(generation.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
+    options = dict(num_beams=WIDTH, num_tokens=STEPS, stop_tokens=(9, -1, -1))
+    beams = run(length_penalty=200.0, **options)
+    assert beams.reason == jaxkv.Reason.OK and beams.lengths.tolist() == [2, 3, 4]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "streams"),

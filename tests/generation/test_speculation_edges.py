@@ -77,6 +77,17 @@ def test_speculate_in_a_full_cache_ends_as_decode():
     assert made.num_drafted.tolist() == made.num_accepted.tolist() == [0, 0]
 
 
+def test_speculate_branches_in_a_full_cache_end_as_decode():
+    cache = filled(10)  # 2 of 12 cells are free
+    state = begun(cache, tokens=[1])
+    wanted = decoded(cache, state, num_tokens=6)
+    assert wanted.state.reason.tolist() == [jaxkv.Reason.OUT_OF_CELLS]
+    draft = generation.prompt_lookup([[1, 5, 6, 1, 7, 8]], ngram=1, num_branches=2)
+    made = speculated(draft, cache, state, num_tokens=6)
+    assert_as_decode(made, wanted)
+    assert made.num_drafted.tolist() == [0]
+
+
 @pytest.mark.parametrize("drafted", [[0], [0, 1]])
 def test_speculate_in_a_window_near_full_goes_on_as_decode(drafted):
     """Each text needs three cells at a time; a draft of three tokens next to it does not fit."""

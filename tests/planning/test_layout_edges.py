@@ -7,6 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Window, make_batch
+from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import count_rows, lay_out_batch
 from tests.helpers.caches import WIDE, Kind, recurrent_cache
 from tests.helpers.meshes import RULES, mesh_of
@@ -49,6 +50,15 @@ def test_outputs_of_a_plan_are_those_of_the_batch(indices):
 def test_padding_is_no_output():
     batch = make_batch([1] * 9, outputs=np.arange(9) < 8)
     assert lay_out_batch(WIDE.make().table.spec, batch, 512, None)[2] == 8
+
+
+def test_padding_of_a_traced_batch_is_no_output():
+    @jax.jit
+    def order(cache, valid):
+        batch = make_batch([1] * 4, valid=valid, outputs=[True] * 4)
+        return jaxkv.init_batch(cache, batch).ubatch.output_index
+
+    assert order(WIDE.make(), jnp.arange(4) != 2).tolist() == [0, 1, NO_SLOT, 3]
 
 
 @pytest.mark.parametrize("ubatch_size, tokens", [(4, 1), (10, 2)])

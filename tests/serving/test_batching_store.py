@@ -95,6 +95,18 @@ def test_engine_store_prompt_waits_where_that_saves_time():
         servers.assert_only_kept(engine)
 
 
+def test_engine_store_prompt_starts_once_its_prefix_is_computed():
+    engine, common = engine_of(ROOMY, [5]), tokens(32)
+    engine.submit(Request(prompt=[*common, *tokens(9, 1)], max_new_tokens=2))
+    for _ in range(4):  # of four chunks
+        engine.step()
+    engine.submit(Request(prompt=[*common, *tokens(9, 2)], max_new_tokens=2))
+    engine.step()
+    assert placed(engine) == 2 and kept(engine) == [common]
+    assert [result.prefix_hit.length for result in engine.results()] == [0, 32]
+    servers.assert_only_kept(engine)
+
+
 def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     engine, prompt = engine_of(POOL, [3]), tokens(15)
     request = engine.submit(Request(prompt=prompt, max_new_tokens=4))

@@ -261,7 +261,7 @@ class DraftModel(Drafter):
         last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
-        valid = active[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
+        valid = jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
         carry = self.cache, state.sampler_state, state.token, active
 
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
