@@ -301,8 +301,8 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
     """Return whether each sequence owns at least one of the given cells."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
-    stream, word, bit = locate_owner_bit(cells, jnp.arange(cells.sequences))
-    return (some[stream, word] >> bit) & 1 == 1
+    bits = (some[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]) & 1 == 1
+    return bits.reshape(cells.streams, -1)[:, : cells.sequences_per_stream].reshape(-1)
 
 
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:

@@ -102,6 +102,8 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
 
 def _sum_smallest_first(demand: jax.Array) -> jax.Array:
     """Return for each sequence the demand of all sequences up to it in its stream, `[S, Q / S]`."""
+    if demand.shape[1] == 1:
+        return demand
     number = jnp.arange(demand.shape[1], dtype=jnp.int32)
     one, other = demand[:, :, None], demand[:, None]
     is_before = number[None] <= number[:, None]

@@ -246,7 +246,7 @@ def gather_rows(batch: Batch, index: jax.Array) -> Batch:
     """Arrange the tokens of a flat batch in rows: `index` has the batch index of each token."""
 
     def gather_field(field: jax.Array) -> jax.Array:
-        return field[jnp.minimum(index, field.shape[0] - 1)]
+        return field.at[index].get(mode="clip", wrap_negative_indices=False)
 
     laid = jax.tree.map(gather_field, batch)
     valid = laid.valid & (index != NO_SLOT)

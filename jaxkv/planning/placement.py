@@ -105,21 +105,16 @@ def _order_rows(
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:
         return index, none
-    part = gather_rows(batch, index)
-    row = _row_sequence(part)
+    ids = jnp.where(batch.valid, batch.sequences, count).at[index].get(**FILL, fill_value=count)
+    row = jnp.max(jnp.where(ids < count, ids, -1), axis=1)
     row_sequence = jnp.where(row < 0, count, row)
-    ids = jnp.where(part.valid, part.sequences, count)
-    mixed = none.at[ids].max(part.sequences != row[:, None], **DROP)
+    mixed = none.at[ids].max(ids != row[:, None], **DROP)
     mixed |= jnp.zeros(count, jnp.int32).at[row_sequence].add(1, **DROP) > 1
     if index.shape[0] == count:
         rows = jnp.arange(count, dtype=jnp.int32)
         turn = jnp.full(count, count, jnp.int32).at[row_sequence].set(rows, **DROP)
         index = index.at[turn].get(**FILL, fill_value=NO_SLOT)
     return index, mixed
-
-
-def _row_sequence(part: Batch) -> Int32[Array, " R"]:
-    return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
 def _build_ubatch(
@@ -136,7 +131,7 @@ def _build_ubatch(
     elif row_is_sequence:
         row = jnp.arange(spec.sequences, dtype=jnp.int32)
     else:
-        row = jnp.maximum(_row_sequence(part), 0)
+        row = jnp.max(jnp.where(part.valid, part.sequences, 0), axis=1)
     stream, _ = divmod_nonnegative(row, spec.sequences_per_stream)
     pick, order = _select_outputs(part, index, outputs)
     return Ubatch(

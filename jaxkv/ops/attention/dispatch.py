@@ -35,7 +35,7 @@ from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Num, PyTree
+    from jaxtyping import Array, Bool, Float, Num
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """Names of implementations.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import ShapedArray
@@ -52,18 +52,15 @@ def _attention_p() -> Primitive:
     return attention_p
 
 
-def _shapes_of_result(
-    *arrays: ShapedArray, tree: jax.tree_util.PyTreeDef, **_: object
-) -> list[ShapedArray]:
-    q, k, v, *_ = jax.tree.unflatten(tree, arrays)
+def _shapes_of_result(*arrays: ShapedArray, tree: Any, ways: tuple) -> list[ShapedArray]:
+    del ways  # they agree
+    q, k, v, _, _ = jax.tree.unflatten(tree, arrays)
     lists, tokens, heads, _ = q.shape
     shape = (lists, k.shape[1], heads // k.shape[1] * tokens)
     return [ShapedArray(x, softmax_dtype(q)) for x in (shape, shape, (*shape, v.shape[3]))]
 
 
-def _attend_on(
-    platform: str, *arrays: jax.Array, tree: jax.tree_util.PyTreeDef, ways: tuple
-) -> OnlineSoftmax:
+def _attend_on(platform: str, *arrays: jax.Array, tree: Any, ways: tuple) -> OnlineSoftmax:
     implementations = dict(ways)
     attend = implementations.get(platform, implementations["default"])
     return attend(*jax.tree.unflatten(tree, arrays))
