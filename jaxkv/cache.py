@@ -222,7 +222,7 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
     """Return the table and the buffers of a cache; raise TypeError for another object."""
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
-    if hasattr(type(cache), "with_layer"):
+    if hasattr(cache, "is_stale"):
         raise TypeError("expected a cache, got a step; pass step.cache, after the last layer")
     if isinstance(cache, tuple) or hasattr(cache, "cache"):
         kind = "a tuple" if isinstance(cache, tuple) else "a result"

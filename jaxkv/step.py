@@ -118,9 +118,9 @@ class Step(Partitioned):
     def cache(self) -> Cache:
         """The cache with the tokens of the ubatch.
 
-        Raises a ValueError if a layer was not written. In a stacked cache, which traced layer
-        numbers may write, the table stores which layers lack the tokens; their later outputs are
-        NaN.
+        Raises a ValueError if a layer was not written, unless the cache is stacked. For a stacked
+        cache, whose layer numbers may be traced, the table stores which layers lack the tokens;
+        outputs of these layers are NaN.
         """
         layers = self.table.layers_to_write(self.buffers, self.ubatch)
         missing = [(verb, number) for path, verb, number in layers if path not in self.written]
@@ -178,7 +178,7 @@ def _replace_at(parts: PyTree, path: Sequence[int], new: PyTree) -> PyTree:
 
 
 def without_buffers(step: Step) -> Step:
-    """Return what all layers share; it is equal in all layers, so that JAX traces a layer once."""
+    """Remove the fields that change from layer to layer, so that `jit` traces equal layers once."""
     return replace(step, buffers=None, is_written=None, written=frozenset())
 
 

@@ -141,7 +141,7 @@ def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
             for leaf in jax.tree.leaves(same)
         ],
     )
-    # One reduction needs one message on a mesh; 0: no cell in the row, 1: current, 2: stale.
+    # One maximum needs one all-reduce on a mesh; 0: no cell in the row, 1: current, 2: stale.
     return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
 
 
@@ -151,7 +151,7 @@ def _begin_step(table: CacheTable, ubatch: Ubatch) -> Step:
     is_current, placed = _is_ubatch_current(table, ubatch), placed_rows(ubatch)
     ubatch = mask_slots(is_current, ubatch)
     layers = table.num_stacked_layers
-    # The compiler computes a reduction once, but `placed & ~is_current` in each layer.
+    # A reduction in place of `placed & ~is_current`, which XLA would compute again in each layer.
     is_stale = jnp.all(jnp.stack(jnp.broadcast_arrays(placed, ~is_current)), axis=0)
     return Step(
         table=table.occupy(ubatch),

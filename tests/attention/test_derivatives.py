@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.bias import PositionBias
+from jaxkv.ops.attention.dispatch import attention
 from jaxkv.ops.attention.softmax import AttentionOptions
 from tests.attention.formula import PLAIN, bias_between, case, formula, places, visible
 from tests.attention.ways import WAYS
@@ -205,3 +206,16 @@ def test_grad_of_latents_beside_a_broken_text_is_finite(implementation):
     cache, _ = told(cache, 0, jnp.full((1, 1, 1, 4), jnp.nan))
     slope = jax.grad(lambda x: told(cache, 1, x)[1].sum())(jnp.ones((1, 1, 1, 4)))
     assert slope[0, 0, 0].tolist() == [0, 0, 1, 1]
+
+
+@core
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (2, None, 1, 0)], ids=str)
+def test_vmap_of_attention_on_plain_arrays_matches_each(axes):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(3, 2, 2, n, 4)).astype(np.float32) for n in (2, 5, 5)]
+    arrays.append(rng.random((3, 2, 2, 5)) > 0.3)
+    args = [x[0] if i is None else np.moveaxis(x, 0, i) for x, i in zip(arrays, axes, strict=True)]
+    found = jax.jit(jax.vmap(attention, in_axes=axes))(*args)
+    for row, out in enumerate(found):
+        one = [x[0 if i is None else row] for x, i in zip(arrays, axes, strict=True)]
+        np.testing.assert_allclose(out, attention(*one), atol=1e-6)

@@ -36,12 +36,15 @@ class ActiveTiles(NamedTuple):
 
     mask: Visible cells of each token, `[P * b, t, N]` bool. If this array would be large, or if
       there is a bias, `mask` is a `Visibility` instead, in which each block is a list of tokens.
+    sees: Whether each token of each block has a visible cell.
+    streams: Stream of each block.
     tiles: For each pair of a block and a tile, the number block * n + tile, where n is the number
       of tiles of a stream. Pairs with an active tile come first, by increasing number.
     starts: Index in `tiles` of the first active tile of each block; the last element is the number
       of active tiles of all blocks.
-    places: For each number in `tiles`, the block, and the indices of the first cell: that of the
-      tile, and that of a full tile which ends at the last cell at the latest.
+    places: For each number in `tiles`: the block, the first cell of the tile, and the first cell
+      that a loop reads. The last two differ if the stream ends inside the tile: a loop then reads
+      earlier cells too, so that all reads have one length.
     """
 
     mask: jax.Array | Visibility

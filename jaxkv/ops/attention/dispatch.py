@@ -29,7 +29,7 @@ from jaxkv.ops.attention.softmax import (
     ungroup_queries,
     with_sinks,
 )
-from jaxkv.ops.attention.transforms import fold_vmap, with_derivatives_of
+from jaxkv.ops.attention.transforms import with_derivatives_of
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored
@@ -41,8 +41,8 @@ Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """Names of implementations.
 
 tiles: A loop over the tiles with a visible cell.
-whole: One product over all cells; faster than "tiles" if skipping hidden cells saves little time.
-pallas: A kernel that reads each tile with a visible cell once for all queries of a stream. On
+whole: All cells at once; faster than "tiles" if skipping hidden cells saves little time.
+pallas: A kernel that reads each tile with a visible cell once for each block of tokens. On
   platforms other than NVIDIA GPUs and TPUs the TPU kernel is interpreted, slowly, for tests.
 xla: `jax.nn.dot_product_attention`.
 cudnn: `jax.nn.dot_product_attention` with cuDNN, for float16 and bfloat16.
@@ -55,7 +55,7 @@ q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key h
 k: `[S, K, N, D]`, keys of all streams. Keys of hidden cells may have any value, including NaN.
 v: `[S, K, N, Dv]`, values of all streams, all finite.
 visibility: `Visibility` of the cells. A cell that the bias hides gets the lowest logit.
-options: Scale and softcap; an implementation ignores the sinks, which are added at the end.
+options: Scale and softcap. `finalize` adds the sinks.
 """
 
 HOPPER = ("H100", "H20", "H800")
@@ -76,10 +76,9 @@ def attend_by_shapes(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the implementation "whole" or "tiles", chosen from the shapes of the arguments."""
-    # The overhead of a loop with a data-dependent length is larger than the time to read hidden
-    # cells. All cells are therefore read at once, unless logits need more bytes than keys and
-    # values (as for a prompt), or more than `MAX_LOGIT_BYTES`. Logits of a single token are never
-    # stored.
+    # All cells are read at once if their logits need no more bytes than keys and values (a prompt
+    # needs more), and at most `MAX_LOGIT_BYTES`. The overhead of a loop is then larger than the
+    # time to read hidden cells. Logits of a single token are never stored.
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes of a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     logit_bytes = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
@@ -121,7 +120,6 @@ def kernel_for_cuda(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the GPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
-    # JAX traces this function also for platforms that never run it, so the function does not raise.
     try:
         from jax.experimental.pallas import triton  # noqa: F401
     except ImportError:  # JAX deprecates Pallas for Triton
@@ -177,7 +175,7 @@ def tpu_kernel(
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Combine implementations, one for each platform, and add derivatives and `vmap`."""
+    """Combine implementations, one for each platform, and add derivatives."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
@@ -187,7 +185,7 @@ def with_derivatives(**ways: AttentionFn) -> AttentionFn:
             q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility, mask)
         )
 
-    return with_derivatives_of(differentiable_attention, fold_vmap(by_platform(**ways)))
+    return with_derivatives_of(differentiable_attention, by_platform(**ways))
 
 
 IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention import xla
+from jaxkv.ops.attention import xla, xla_tiles
 from jaxkv.ops.attention.active_tiles import TILE, find_active_tiles
 from jaxkv.ops.attention.softmax import (
     AttentionOptions,
@@ -20,7 +20,7 @@ from jaxkv.ops.attention.softmax import (
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.attention.xla_tiles import AddCells, add_tiles_one_by_one, attend_in_blocks
+from jaxkv.ops.attention.xla_tiles import AddCells, add_tiles_one_by_one
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored
 
@@ -31,7 +31,7 @@ TILE_LOOP_FRACTION = 0.4
 """Fraction of active tiles below which a loop over active tiles is faster than reading all."""
 
 MAX_TILES_AT_ONCE = 4
-"""Largest number of tiles of all lists together for which all cells are always read at once."""
+"""Largest number of tiles of all lists together for which no loop over tiles is compiled."""
 
 SHORT_STREAM = 2
 """Largest number of tiles of a stream for which `MAX_SHORT_TILES` replaces `MAX_TILES_AT_ONCE`."""
@@ -52,19 +52,19 @@ MAX_LOGIT_BYTES = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 LONG_STREAM = 1 << 17
-"""Smallest number of cells of a stream for which the limit MIN_TOKENS_BY_TILE is 2."""
+"""Smallest number of cells of a stream for which 2 tokens suffice, not MIN_TOKENS_BY_TILE."""
 
 MAX_QUERIES = 32
 """Largest number of queries of a key head for which cells are cut into parts."""
 
 MAX_PRODUCTS = 384
-"""Number of independent products that occupies all cores; cells are not cut into more parts."""
+"""Number of independent products that occupies all cores; cells are halved until it is reached."""
 
 MIN_PART = 64
 """Smallest number of cells of a part."""
 
 CAN_SPLIT_FACTORS = jax.__version_info__ >= (0, 12)
-"""Whether `_terms_for` splits factors; XLA of jax 0.10 would convert all cells after a write."""
+"""Whether `_terms_for` splits factors; before jax 0.12, XLA converts all cells after a write."""
 
 
 def attend_by_shapes(
@@ -74,10 +74,9 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Read only active tiles if these are few, or if lists are long; otherwise read all cells."""
-    if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
-        return attend_by_tiles(q, k, v, visibility, options)
-    if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
+    """Read only active tiles if they are few, or lists long, or XLA would copy all cells."""
+    special = isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView)
+    if special or not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
     tiles = -(-k.shape[2] // TILE)
     most = MAX_SHORT_TILES if tiles <= SHORT_STREAM else MAX_TILES_AT_ONCE
@@ -103,7 +102,7 @@ def attend_by_tiles(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Attend to the cells of active tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return attend_in_blocks(
+    return xla_tiles.attend_by_tiles(
         q, k, v, visibility, options, choose_add_cells(k), convert_in_loop=k.dtype.itemsize < 4
     )
 
@@ -192,7 +191,7 @@ def _masked_logits(
 
 
 def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
-    """Return whether computing the logits of all cells takes longer than a loop over tiles."""
+    """Return whether a list has more than 16 tokens, or several and large logits."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
     several = tokens >= MIN_TOKENS_BY_TILE or (tokens > 1 and k.shape[2] >= LONG_STREAM)
@@ -248,7 +247,7 @@ def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
 
 
 def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
-    """Return one or two arrays whose sum is `x`; they are bfloat16 if `_has_terms` is True."""
+    """Return `x`; if `_has_terms`, one or two bfloat16 arrays whose sum is `x` with 16 bits."""
     # The compiler multiplies two bfloat16 arrays without a conversion, unless one has a single row.
     if not _has_terms(cells, x.dtype, x.shape[-2]):
         return [x]

@@ -1,8 +1,9 @@
 """Attention on CPUs over streams in which sequences reserve tiles of cells.
 
-A tile that is visible to only one token is multiplied with the queries of this token. Each other
-tile is multiplied once, with the queries of all tokens. A tile has `Visibility.tile` cells.
-M is the number of tiles.
+Small tiles of `Visibility.tile` cells that are visible to only one token are multiplied with the
+queries of this token. Then tiles of `active_tiles.TILE` cells that contain other visible cells are
+multiplied with the queries of all tokens. Each pass masks the cells of the other pass. M is the
+number of small tiles.
 """
 
 from __future__ import annotations

@@ -41,18 +41,7 @@ def attend_by_tiles(
     v: Stored,
     visibility: Visibility,
     options: AttentionOptions,
-) -> OnlineSoftmax:
-    """Attend to the cells of active tiles; for arguments see `dispatch.AttentionFn`."""
-    return attend_in_blocks(q, k, v, visibility, options, xla.add_cells)
-
-
-def attend_in_blocks(
-    q: Float[Array, "P T H D"],
-    k: Stored,
-    v: Stored,
-    visibility: Visibility,
-    options: AttentionOptions,
-    add_cells: AddCells,
+    add_cells: AddCells = xla.add_cells,
     *,
     convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
@@ -91,7 +80,7 @@ def add_tiles_one_by_one(
     def add_tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
         zero = jnp.zeros_like(i)
-        block, begin, first = slice_of(live.places, (i, zero), (1, 3))[0]
+        block, tile_start, first = slice_of(live.places, (i, zero), (1, 3))[0]
 
         def slice_tile(x: Stored) -> Stored:
             start = (scalar_at(streams, block), zero, first, zero)
@@ -107,7 +96,7 @@ def add_tiles_one_by_one(
 
         seen, bias = live.mask_and_bias_of_tile(block, first, size)
         if cells % size:
-            seen &= (first + jnp.arange(size) >= begin)[None, None]
+            seen &= (first + jnp.arange(size) >= tile_start)[None, None]
         more = add_cells(
             jax.tree.map(slice_block, sums),
             slice_block(q),
