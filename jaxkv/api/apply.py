@@ -126,13 +126,14 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
     return (
         plan.is_current(table)
         if isinstance(plan, MaintenancePlan)
-        else _is_ubatch_current(table, plan)
+        else _is_ubatch_current(table, plan, placed_rows(plan))
     )
 
 
-def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return False if a ubatch has no slots, or a stream of its rows has changed since planning."""
-    placed = placed_rows(ubatch)
+def _is_ubatch_current(
+    table: CacheTable, ubatch: Ubatch, placed: Bool[Array, " R"]
+) -> Bool[Array, ""]:
+    """Return whether a row has a slot, and no stream of such rows has changed since planning."""
     same = jax.tree.map(lambda version, planned: version == planned, table.version, ubatch.version)
     current = reduce(
         jnp.logical_and,
@@ -148,7 +149,8 @@ def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
 @jit_table
 def _begin_step(table: CacheTable, ubatch: Ubatch) -> Step:
     """Return the step of a ubatch, without buffers."""
-    is_current, placed = _is_ubatch_current(table, ubatch), placed_rows(ubatch)
+    placed = placed_rows(ubatch)
+    is_current = _is_ubatch_current(table, ubatch, placed)
     ubatch = mask_slots(is_current, ubatch)
     layers = table.num_stacked_layers
     # A reduction in place of `placed & ~is_current`, which XLA would compute again in each layer.

@@ -20,8 +20,8 @@ def mix(value: jax.Array) -> jax.Array:
 
 def chain_hashes(*fields: jax.Array) -> jax.Array:
     """Hash several 32-bit arrays elementwise to one uint32 array; the order of arrays matters."""
-    value = jnp.uint32(0)
-    for field in fields:
+    value = mix(fields[0].astype(jnp.uint32))
+    for field in fields[1:]:
         value = mix(value * jnp.uint32(31) + field.astype(jnp.uint32))
     return value
 
