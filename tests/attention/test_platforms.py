@@ -91,7 +91,7 @@ def test_lowered_elsewhere_last_positions_take_one_pass():
     sizes = dict(layers=1, cells=8192, kv_heads=1, head_dim=2, sequences=4)
     cache = jax.eval_shape(partial(attention_cache, **sizes))
     traced = jax.jit(plan).trace(cache)
-    a_block, all_cells = "tensor<1x128x4xi32>", "tensor<1x8192x4xi32>"
+    a_block, all_cells = "tensor<1x128x4xui32>", "tensor<1x8192x4xui32>"
     for platform in ("cpu", "tpu", "cuda"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert (a_block in text) == (platform == "cpu")
