@@ -26,7 +26,7 @@ FILL: dict[str, Any] = {"mode": "fill", "wrap_negative_indices": False}
 
 
 MAX_COMPARISONS = 1 << 16
-"""Largest number of comparisons that `search_sorted` makes without a loop."""
+"""Largest number of comparisons that are made in place of a search in a loop, or of a sort."""
 
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
-from jaxkv.core.array_utils import DROP, out_of_range_slots, search_sorted
+from jaxkv.core.array_utils import DROP, MAX_COMPARISONS, out_of_range_slots, search_sorted
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import cell_stamps, mix_linearly
 from jaxkv.kv.cells import (
@@ -104,11 +104,16 @@ def _sum_smallest_first(demand: jax.Array) -> jax.Array:
     """Return for each sequence the demand of all sequences up to it in its stream, `[S, Q / S]`."""
     if demand.shape[1] == 1:
         return demand
-    number = jnp.arange(demand.shape[1], dtype=jnp.int32)
-    one, other = demand[:, :, None], demand[:, None]
-    is_before = number[None] <= number[:, None]
-    is_up_to = (other < one) | ((other == one) & is_before[None])
-    return jnp.sum(jnp.where(is_up_to, other, 0), axis=2, dtype=jnp.int32)
+    if demand.size * demand.shape[1] <= MAX_COMPARISONS:
+        number = jnp.arange(demand.shape[1], dtype=jnp.int32)
+        one, other = demand[:, :, None], demand[:, None]
+        is_before = number[None] <= number[:, None]
+        is_up_to = (other < one) | ((other == one) & is_before[None])
+        return jnp.sum(jnp.where(is_up_to, other, 0), axis=2, dtype=jnp.int32)
+    ids = jax.lax.broadcasted_iota(jnp.int32, demand.shape, 1)
+    demand, ids = jax.lax.sort((demand, ids), num_keys=1)
+    _, total = jax.lax.sort((ids, jnp.cumsum(demand, axis=1, dtype=jnp.int32)), num_keys=1)
+    return total
 
 
 def can_allocate(

@@ -30,7 +30,7 @@ class LayerView:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the layer, `[S, K, N, D]`."""
-        return (*self.layer.shape, *self.all.shape[1:])
+        return (len(self.layer), *self.all.shape[1:])
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -46,7 +46,7 @@ def test_step_traces_few_operations(options, planned):
 
     assert count(jax.make_jaxpr(jaxkv.plan_step)(cache, tokens).jaxpr) <= planned
     assert count(jax.make_jaxpr(jaxkv.apply)(cache, ubatch).jaxpr) <= 165
-    assert count(jax.make_jaxpr(layers)(step, q, k).jaxpr) <= 2 * 50
+    assert count(jax.make_jaxpr(layers)(step, q, k).jaxpr) <= 2 * 156
 
 
 def size_of(program):

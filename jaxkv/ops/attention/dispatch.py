@@ -19,7 +19,6 @@ from jaxkv.ops.attention import (
     xla_tiles,
 )
 from jaxkv.ops.attention.active_tiles import TILE
-from jaxkv.ops.attention.platforms import by_platform
 from jaxkv.ops.attention.softmax import (
     AttentionOptions,
     OnlineSoftmax,
@@ -29,13 +28,13 @@ from jaxkv.ops.attention.softmax import (
     ungroup_queries,
     with_sinks,
 )
-from jaxkv.ops.attention.transforms import with_derivatives_of
+from jaxkv.ops.attention.transforms import fold_vmap, with_derivatives_of
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Num
+    from jaxtyping import Array, Bool, Float, Num, PyTree
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """Names of implementations.
@@ -120,6 +119,7 @@ def kernel_for_cuda(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the GPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
+    # JAX traces this function also for platforms that never run it, so the function does not raise.
     try:
         from jax.experimental.pallas import triton  # noqa: F401
     except ImportError:  # JAX deprecates Pallas for Triton
@@ -174,8 +174,20 @@ def tpu_kernel(
     return pallas_tpu.partial_attention(q, k, v, visibility, options, interpret=interpret)
 
 
+def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
+    """Return a function that runs the implementation for the platform of the compiled program."""
+
+    def partial_attention(
+        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
+    ) -> OnlineSoftmax:
+        with_options = {name: partial(way, options=options) for name, way in ways.items()}
+        return jax.lax.platform_dependent(q, k, v, seen, **with_options)
+
+    return partial_attention
+
+
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Combine implementations, one for each platform, and add derivatives."""
+    """Combine implementations, one for each platform, and add derivatives and `vmap`."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
@@ -185,7 +197,7 @@ def with_derivatives(**ways: AttentionFn) -> AttentionFn:
             q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility, mask)
         )
 
-    return with_derivatives_of(differentiable_attention, by_platform(**ways))
+    return with_derivatives_of(differentiable_attention, fold_vmap(by_platform(**ways)))
 
 
 IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
