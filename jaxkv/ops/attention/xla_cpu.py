@@ -75,8 +75,9 @@ def attend_by_shapes(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Read only active tiles if they are few, or lists long, or XLA would copy all cells."""
-    special = isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView)
-    if special or not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
+    if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
+        return attend_by_tiles(q, k, v, visibility, options)
+    if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
     tiles = -(-k.shape[2] // TILE)
     most = MAX_SHORT_TILES if tiles <= SHORT_STREAM else MAX_TILES_AT_ONCE
