@@ -61,7 +61,8 @@ def init_batch(
       ubatch_size: largest number of tokens computed at once; by default 512. If a cache with a
         window has the default number of cells, its own `ubatch_size` (see `make_cache`) is the
         default and the upper limit. The last ubatch is padded to a power of two, at most
-        `ubatch_size`, so that few shapes are compiled. Ignored with `encoder`.
+        `ubatch_size`, so that few shapes are compiled. Ignored with `encoder`, and for a traced
+        batch of rows, which is one ubatch.
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" for a
         cache of one stream without recurrent layers. For other caches, the default is one ubatch

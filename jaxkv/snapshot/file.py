@@ -244,8 +244,8 @@ def _parse_description(
             name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"]))
             for name, entry in entries.items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise_no_cache(error)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SyntaxError) as error:
+        raise_no_cache(error)  # NumPy parses the name of a dtype as Python
 
 
 def raise_no_cache(error: Exception) -> NoReturn:

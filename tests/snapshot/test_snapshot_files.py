@@ -280,6 +280,12 @@ def test_load_of_description_without_a_key_raises():
     changes = [without(key) for key in keys if key != "notes"]
     changes += [without("arrays", entry, key) for key in ("dtype", "shape", "sha256")]
     changes += [lambda said: said | {"arrays": [1]}, lambda said: [said]]
+
+    def with_long_dtype(said):
+        said["arrays"][entry]["dtype"] = "9" * 5000
+        return said
+
+    changes.append(with_long_dtype)
     for change in changes:
         for load in (snapshot.load, snapshot.inspect, partial(snapshot.load, into=cache)):
             with pytest.raises(ValueError, match="expected a snapshot that describes a cache, got"):
