@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import DROP, divmod_nonnegative, out_of_range_slots, resolve_range_end
+from jaxkv.core.array_utils import (
+    DROP,
+    divmod_nonnegative,
+    out_of_range_slots,
+    resolve_range_end,
+    search_sorted,
+)
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import (
     AxisPartition,
@@ -135,7 +141,7 @@ def _copy_planned_cells(
         ends: jax.Array,
     ) -> PyTree:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+        stream = search_sorted(ends, number + 1)
         stream = jnp.minimum(stream, num_copied.size - 1)
         turn = number - (ends - num_copied)[stream]
         slot = jnp.where(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import DROP, FILL, indices_of_true
+from jaxkv.core.array_utils import DROP, FILL, indices_of_true, search_sorted
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import repeat
@@ -210,7 +210,7 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
 
     def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
         ends = jnp.cumsum(plan.length)
-        run = jnp.searchsorted(ends, turn, side="right")
+        run = search_sorted(ends, turn + 1)
         inside = turn - (ends - plan.length).at[run].get(**FILL, fill_value=0)
         is_move = turn < ends[-1]
         past = size + jnp.arange(CHUNK)  # distinct, because writes require unique indices

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import FILL, divmod_nonnegative, resolve_range_end
+from jaxkv.core.array_utils import FILL, divmod_nonnegative, resolve_range_end, search_sorted
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import first_local_index
@@ -268,7 +268,7 @@ def _rotate_keys(
         count: jax.Array,
     ) -> tuple[Stored, ...]:
         number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
-        cell = jnp.searchsorted(count, number).astype(jnp.int32)
+        cell = search_sorted(count, number)
         stream, slot = divmod_nonnegative(cell, size)
         begin, turns = (x.at[cell].get(**FILL, fill_value=0) for x in (start, by))
         # Padding of a chunk gets distinct slots past the last cell, since writes need unique slots.
