@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import reduce
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,7 @@ from jaxkv.core.array_utils import is_concrete, next_power_of_two, out_of_range_
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.core.partitioning import Partitioned, to_local_index
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_bool, check_count, check_int32, to_array
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from jaxkv.spec import TableSpec
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Batch:
     """Tokens for `init_batch`, as a flat list `[B]` or as rows `[R, T]`; see `make_batch`.
 
@@ -89,8 +89,7 @@ class Batch:
         return replace(self, sequences=sets[..., 0], shared_with=sets[..., 1:], valid=valid)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Ubatch(Partitioned):
     """Part of a batch that is computed at once: R rows of T tokens, with padding.
 
@@ -129,8 +128,8 @@ class Ubatch(Partitioned):
     outputs: Int32[Array, " O"]
     output_index: Int32[Array, " O"]
     version: PyTree[UInt32[Array, " S"]]
-    spec: TableSpec = field(metadata={"static": True})
-    row_is_sequence: bool = field(metadata={"static": True})
+    spec: TableSpec = static_field()
+    row_is_sequence: bool = static_field()
     shared_with: Int32[Array, "R T n"] | None = None
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 

@@ -7,7 +7,6 @@ edit therefore copies no buffer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import nbytes
 from jaxkv.core.partitioning import Partitioned, ShardingRules
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.core.validate import check_position, check_range
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.table import CacheTable, static_layer_number
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh, Id, Ids
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Cache(Partitioned):
     """Immutable KV cache or recurrent-state cache of a set of sequences.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial, reduce, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +16,7 @@ from jaxkv.batch import Ubatch, ubatch_of_part
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec
 from jaxkv.table import (
@@ -123,13 +124,12 @@ def _make_parts_query(
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class HybridMaintenancePlan(MaintenancePlan):
     """Plan of an update or a defrag of all parts of a hybrid table."""
 
     parts: tuple[MaintenancePlan, ...]
-    spec: TableSpec = field(metadata={"static": True})
+    spec: TableSpec = static_field()
 
     @property
     def pending(self) -> Int32[Array, ""]:
@@ -151,8 +151,7 @@ class HybridMaintenancePlan(MaintenancePlan):
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
@@ -160,8 +159,8 @@ class HybridTable(CacheTable):
     """
 
     parts: tuple[CacheTable, ...]
-    layers: Layers = field(metadata={"static": True})
-    sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
+    layers: Layers = static_field()
+    sharding_rules: ShardingRules | None = static_field(default=None)
 
     def pair_parts_with_buffers(self, buffers: tuple) -> tuple[tuple[CacheTable, PyTree], ...]:
         """Return pairs of a part and its buffers."""
@@ -365,12 +364,9 @@ class HybridTable(CacheTable):
         ]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class _EncoderHybridTable(HybridTable):
     """Hybrid table for planning of encoder sources; no cache contains such a table."""
-
-    of_sources: bool = field(default=True, metadata={"static": True})
 
     def _is_planned_part(self, part: CacheTable) -> bool:
         return part.spec.is_cross_attention

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import numpy as np
 from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import is_concrete, take_rows
 from jaxkv.core.constants import NO_SLOT
+from jaxkv.core.pytree import pytree_dataclass
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, Shaped
@@ -175,8 +175,7 @@ class PlanRefusedError(RuntimeError):
     """
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Plan:
     """Slots for the tokens of a batch, or the reasons why the batch is refused.
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +19,7 @@ from jaxkv.batch import (
 from jaxkv.cache import Cache, merge
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.partitioning import Partitioned, ShardingRules, to_local_index
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.jit_helpers import jit_table
 from jaxkv.table import static_layer_number
 
@@ -32,8 +32,7 @@ Path = tuple[int, ...]
 """Path of a layer: indices of nested parts of the cache, and the number of the layer in a part."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Step(Partitioned):
     """A ubatch in the cells of a cache: the argument of a model function.
 
@@ -68,7 +67,7 @@ class Step(Partitioned):
     ubatch: Ubatch
     is_stale: Bool[Array, " R"]
     is_written: Bool[Array, " L"] | None = None
-    written: frozenset[Path] = field(default=frozenset(), metadata={"static": True})
+    written: frozenset[Path] = static_field(default=frozenset())
 
     @property
     def tokens(self) -> Int32[Array, "R T"] | None:

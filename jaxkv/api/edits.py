@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.core.validate import (
     check_bounds,
     check_count,
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import Id, Ids
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class EditResult:
     """Result of an edit, which can be unpacked as `cache, ok`.
 

@@ -1,21 +1,21 @@
 """Pytrees with static node types; JAX does not compare the classes of dataclass nodes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import jax
 
+from jaxkv.core.pytree import pytree_dataclass, static_field
+
 X = TypeVar("X")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class TreeWithTypes(Generic[X]):
     """A pytree and its static node types; a compiled program is reused only for equal types."""
 
     value: X
-    types: tuple[type, ...] = field(metadata={"static": True})
+    types: tuple[type, ...] = static_field()
 
 
 def attach_node_types(value: X) -> TreeWithTypes[X]:

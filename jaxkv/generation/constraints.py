@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.generation.padding import select_per_text
 from jaxkv.generation.sampler import Sampler, check_sampler
 
@@ -75,8 +76,7 @@ class Constraint:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
@@ -87,8 +87,8 @@ class ConstrainedSampler(Sampler):
     sampler: Sampler
     first: PyTree
     bound: Bool[Array | np.ndarray, " Z"] | None
-    allowed: Callable[[PyTree], Bool[Array, " V"]] = field(metadata={"static": True})
-    advance: Callable[[PyTree, Int32[Array, ""]], PyTree] = field(metadata={"static": True})
+    allowed: Callable[[PyTree], Bool[Array, " V"]] = static_field()
+    advance: Callable[[PyTree, Int32[Array, ""]], PyTree] = static_field()
 
     @property
     def is_random(self) -> bool:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +16,7 @@ from jaxkv.api.edits import EditResult, edit_result
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_not_donated
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.core.validate import check_count, check_equal_lengths, check_int32, check_position
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
@@ -86,8 +86,7 @@ def context_shift(
     return edit_result(apply(merge(table, buffers), plan, donate=donate), check)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@pytree_dataclass
 class SelfExtendResult(EditResult):
     """Result of `self_extend`, which can be unpacked as `cache, ok, grouped`.
 

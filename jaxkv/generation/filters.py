@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import DROP, is_concrete
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.padding import take_last_tokens
 from jaxkv.generation.sampler import Sampler
@@ -45,8 +45,7 @@ EVERY = np.iinfo(np.int32).max
 """A number that is larger than any vocabulary."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class FilterSampler(Sampler):
     """Sampler from `make_sampler`; filters and penalties with the value None are skipped."""
 
@@ -57,7 +56,7 @@ class FilterSampler(Sampler):
     repeat_penalty: Float[Array | np.ndarray, "*n"] | None
     frequency_penalty: Float[Array | np.ndarray, "*n"] | None
     presence_penalty: Float[Array | np.ndarray, "*n"] | None
-    penalty_last_n: int = field(metadata={"static": True})
+    penalty_last_n: int = static_field()
 
     @property
     def is_random(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.core.validate import check_bool, check_int32
 from jaxkv.draw.repr import fields_repr
 from jaxkv.generation.filters import make_sampler
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class DecodeState:
     """State of Z sequences, made by `init_decode`; positions are stored only in the cache.
 

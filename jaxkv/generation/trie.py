@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxkv.core.array_utils import next_power_of_two
+from jaxkv.core.pytree import pytree_dataclass, static_field
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Int32
@@ -23,8 +22,7 @@ MAX_LEVELS = 4
 """Maximum number of levels of a trie; each level is one model step."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class TrieLevel:
     """Rows of tokens that one model step computes; each row continues one sequence.
 
@@ -36,7 +34,7 @@ class TrieLevel:
     tokens: Int32[Array | np.ndarray, "R T"]
     sequences: Int32[Array | np.ndarray, " R"]
     parents: Int32[Array | np.ndarray, " Q"]
-    is_scored: bool = field(metadata={"static": True})
+    is_scored: bool = static_field()
 
 
 class _Segment(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from jaxkv.core.partitioning import (
     map_shards,
     to_local_index,
 )
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.ops.head_rows import join_heads
 from jaxkv.ops.layer_stack import LayerView, flatten_layers, make_layer_view, map_arrays
 from jaxkv.ops.mla import Values, ValueSlice
@@ -59,8 +60,7 @@ X = TypeVar("X")
 A = TypeVar("A", bound=Cached)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Buffers:
     """Keys and values of all cells, for each layer.
 
@@ -75,9 +75,9 @@ class Buffers:
 
     k: tuple[Stored, ...]
     v: tuple[Values, ...]
-    ropes: tuple[Rope | NotGiven | None, ...] = field(metadata={"static": True})
-    head_sizes: tuple[HeadSizes, ...] = field(metadata={"static": True})
-    stacked: bool = field(default=False, metadata={"static": True})
+    ropes: tuple[Rope | NotGiven | None, ...] = static_field()
+    head_sizes: tuple[HeadSizes, ...] = static_field()
+    stacked: bool = static_field(default=False)
 
     @property
     def layers(self) -> int:
@@ -136,8 +136,8 @@ def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> PyTree:
     """Return the pytree `layer_kv` with a `PartitionSpec` instead of each array."""
 
     def spec_of_array(x: Cached) -> PyTree:
-        specs: PyTree = split.partition_spec, P(split.streams)
-        return LayerView(*specs) if isinstance(x, LayerView) else split.partition_spec
+        spec, streams = split.partition_spec, P(split.streams)
+        return replace(x, all=spec, layer=streams) if isinstance(x, LayerView) else spec
 
     return map_arrays(spec_of_array, layer_kv)
 

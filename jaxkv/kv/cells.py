@@ -7,7 +7,7 @@ negative `stop` means no end. Edits have no effect if the sequence id is outside
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -18,6 +18,7 @@ from jaxkv.core.array_utils import DROP, divmod_nonnegative, indices_of_true, re
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.pytree import static_field
 from jaxkv.window import Window
 
 if TYPE_CHECKING:
@@ -65,11 +66,11 @@ class Cells:
     content: UInt32[Array, "S N"]
     version: UInt32[Array, " S"]
     incomplete: Bool[Array, "S L"] | None
-    placement: Placement = field(metadata={"static": True})
-    shards: int = field(metadata={"static": True})
-    window: Window | None = field(metadata={"static": True})
-    ubatch_size: int | None = field(metadata={"static": True})
-    sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
+    placement: Placement = static_field()
+    shards: int = static_field()
+    window: Window | None = static_field()
+    ubatch_size: int | None = static_field()
+    sharding_rules: ShardingRules | None = static_field(default=None)
 
     @property
     def is_batch(self) -> bool:

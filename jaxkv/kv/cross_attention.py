@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import jax
@@ -13,6 +13,7 @@ from jaxkv.batch import CrossAttentionSlots, Ubatch
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import out_of_range_slots, resolve_range_end
 from jaxkv.core.constants import EMPTY
+from jaxkv.core.pytree import field_values, pytree_dataclass
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.table import CellTable
 from jaxkv.plan import Reason
@@ -23,16 +24,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class CrossAttentionTable(CellTable):
-    """Table of encoder sources, whose positions never change; decoder tokens use no cells.
-
-    of_sources: True, static. JAX does not compare types of dataclasses; without this field, JAX
-      would reuse programs that were compiled for a `CellTable`.
-    """
-
-    of_sources: bool = field(default=True, metadata={"static": True})
+    """Table of encoder sources, whose positions never change; decoder tokens use no cells."""
 
     @property
     def spec(self) -> TableSpec:
@@ -144,4 +138,4 @@ class CrossAttentionTable(CellTable):
 
 def as_source_table(table: CellTable) -> CrossAttentionTable:
     """Convert a `CellTable` to a `CrossAttentionTable`."""
-    return CrossAttentionTable(**{f.name: getattr(table, f.name) for f in fields(table)})
+    return CrossAttentionTable(**field_values(table))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import AxisPartition
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class DefragPlan(MaintenancePlan):
     """Plan that closes gaps by moving up to M = max(N // 2, 1) runs of cells in each stream.
 
@@ -51,7 +51,7 @@ class DefragPlan(MaintenancePlan):
     length: Int32[Array, "S M"]
     count: Int32[Array, " S"]
     free: Bool[Array, "S N"]
-    spec: TableSpec = field(metadata={"static": True})
+    spec: TableSpec = static_field()
 
     @property
     def pending(self) -> Int32[Array, ""]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from jaxkv.core.array_utils import FILL, divmod_nonnegative, resolve_range_end, 
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import first_local_index
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
@@ -54,8 +55,7 @@ CHUNK = 256
 """Number of cells that are rotated or moved at once."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class ShiftPlan(MaintenancePlan):
     """Plan of the rotation of all keys with a pending shift.
 
@@ -64,7 +64,7 @@ class ShiftPlan(MaintenancePlan):
     """
 
     shift: Int32[Array, "S N"]
-    spec: TableSpec = field(metadata={"static": True})
+    spec: TableSpec = static_field()
 
     @property
     def pending(self) -> Int32[Array, ""]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import AxisPartition, ShardingRules
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, sharded, shift, slots
 from jaxkv.kv.buffers import Buffers, shardable_sizes
 from jaxkv.kv.cells import Cells
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class CellTable(Cells, CacheTable):
     """Table of an attention cache: `Cells` with the methods of `CacheTable`."""
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv.core.pytree import pytree_dataclass
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, Num, PyTree
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@pytree_dataclass
 class LayerView:
     """Keys or values of one layer, used in place of an array `[S, K, N, D]`.
 
@@ -50,7 +50,7 @@ class LayerView:
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Return the indices in `all` of streams of the layer.
 
-        >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
+        >>> keys = LayerView(all=jnp.zeros((6, 1, 4, 8)), layer=jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
         ((2, 1, 4, 8), 3, [5, 2])
         """
@@ -62,7 +62,7 @@ def make_layer_view(
     array: Num[Array, "SL K N D"], layer: int | Int32[Array, ""], layers: int
 ) -> LayerView:
     """Return the view of a layer in an array of S * L streams, for L layers."""
-    return LayerView(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
+    return LayerView(all=array, layer=jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
 def is_layer_view(x: object) -> bool:

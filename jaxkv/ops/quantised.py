@@ -6,7 +6,6 @@ queries share a key. C is a number of cells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.ops.layer_stack import LayerView
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ SHARING = 128
 """Largest number of dimensions of a head that share a scale."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Quantised:
     """Keys or values of a layer in 8 bits, used in place of an array: codes times scales.
 

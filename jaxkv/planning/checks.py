@@ -6,7 +6,7 @@ sequence id of each pair, Q for padding; `ranks` is from `layout.rank_in_sequenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import numpy as np
 from jaxkv.batch import Batch
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, is_concrete
 from jaxkv.core.constants import END
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
 
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class PlanBuilder:
     """A plan in progress.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,6 +12,7 @@ from jaxkv.batch import Ubatch, hash_tokens
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.hashing import cell_stamps, mix_linearly
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, is_occupied
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class StateSlots:
     """Cell indices for the states of a ubatch; an index past the last cell means no state.
 

@@ -7,7 +7,7 @@ Edits within a stream do not copy states. For ranges and sequence ids see `Cache
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +18,7 @@ from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, resolve_range
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.pytree import static_field
 from jaxkv.plan import Reason
 from jaxkv.table import EditCheck, SequenceStatus, join_checks
 
@@ -52,8 +53,8 @@ class States:
     version: UInt32[Array, " S"]
     content: UInt32[Array, "S N"]
     first_position: Int32[Array, "S N"]
-    sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
-    shard_dims: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
+    sharding_rules: ShardingRules | None = static_field(default=None)
+    shard_dims: tuple[tuple[str, int, int], ...] = static_field(default=())
 
     @property
     def sequences(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,6 +15,7 @@ from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_count, check_shape
 from jaxkv.recurrent import copy as copies
 from jaxkv.recurrent import slots, states
@@ -36,12 +37,11 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class EmptyPlan(MaintenancePlan):
     """Plan without changes, for an update or a defrag of a recurrent cache."""
 
-    spec: TableSpec = field(metadata={"static": True})
+    spec: TableSpec = static_field()
 
     @property
     def pending(self) -> Int32[Array, ""]:
@@ -61,8 +61,7 @@ class EmptyPlan(MaintenancePlan):
         return table, buffers
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class StateTable(States, CacheTable):
     """Table of a recurrent cache; has the arrays of `States` and the methods of `CacheTable`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +15,7 @@ from jaxkv.batch import make_batch
 from jaxkv.cache import merge
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.planning.layout import rank_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
@@ -40,8 +40,7 @@ class ChunkShape(NamedTuple):
     tokens: int
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Chunk:
     """Parts of prompts, in rows; `ends` is True for the last token of each prompt."""
 

@@ -419,10 +419,8 @@ class SourcePart(CellPart):
 
     @staticmethod
     def describe(table: CellTable, buffers: Buffers) -> CellDescription:
-        """Return sizes, ropes and static fields except `of_sources`, as JSON values."""
-        found = CellPart.describe(table, buffers)
-        static = {name: x for name, x in found["static"].items() if name != "of_sources"}
-        return {**found, "kind": "source", "static": static}
+        """Return sizes, ropes and static fields, as JSON values."""
+        return {**CellPart.describe(table, buffers), "kind": "source"}
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:

@@ -166,7 +166,7 @@ def static_fields(table: Cells | States) -> dict[str, Json]:
     return {
         field.name: to_json(getattr(table, field.name))
         for field in fields(table)
-        if field.metadata.get("static") and field.name != "sharding_rules"
+        if field.metadata.get("static") and field.name not in ("sharding_rules", "_class")
     }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_not_donated
+from jaxkv.core.pytree import field_values
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward
 from jaxkv.generation.speculative.drafters import DraftModel, check_rollback
@@ -93,7 +93,7 @@ def draft_model(
     spec = split(cache)[0].spec
     check_branches(spec, batch_size, num_branches, "the draft's cache")
     return TreeDraftModel(
-        **{field.name: getattr(model, field.name) for field in fields(model)},
+        **field_values(model),
         guessed=jnp.zeros((batch_size, num_branches, num_draft_tokens), jnp.int32),
         sequences=jnp.full((batch_size, num_branches), spec.sequences, jnp.int32),
         num_branches=num_branches,

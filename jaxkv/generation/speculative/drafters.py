@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_not_donated
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.generation.padding import pad_prompts, select_per_text
@@ -101,15 +102,14 @@ class Drafter(ABC):
         """
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class PromptLookup(Drafter):
     """Drafter of `prompt_lookup`; `recent` is padded in front with -1."""
 
     recent: Int32[Array, "Z C"]
-    ngram: int = field(metadata={"static": True})
-    num_draft_tokens: int = field(metadata={"static": True})
-    num_branches: int = field(metadata={"static": True})
+    ngram: int = static_field()
+    num_draft_tokens: int = static_field()
+    num_branches: int = static_field()
 
     @property
     def batch_size(self) -> int:
@@ -220,8 +220,7 @@ def prompt_lookup(
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class DraftModel(Drafter):
     """Drafter of `draft_model` with one branch.
 
@@ -231,8 +230,8 @@ class DraftModel(Drafter):
     params: PyTree
     cache: Cache
     unfed: Int32[Array, " Z"]
-    forward: Forward = field(metadata={"static": True})
-    num_draft_tokens: int = field(metadata={"static": True})
+    forward: Forward = static_field()
+    num_draft_tokens: int = static_field()
 
     @property
     def batch_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import merge
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.generation.model_step import model_step
 from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
 from jaxkv.generation.speculative import token_tree
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, Key
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class TreeDraftModel(DraftModel):
     """Drafter of `draft_model` with several branches; `guessed` contains the last draft."""
 
     guessed: Int32[Array, "Z k n"]
     sequences: Int32[Array, "Z k"]
-    num_branches: int = field(metadata={"static": True})
+    num_branches: int = static_field()
 
     def propose(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ Bias = Function | jax.Array | np.ndarray
 """A bias function, or an array `[R, T, H, N]` of floats for the cells of each row's stream."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class PositionBias:
     """Bias function of positions, and the query heads for which it is called.
 

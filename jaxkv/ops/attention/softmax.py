@@ -6,13 +6,13 @@ queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_number
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 """Logit of a hidden cell; finite, so that max and exp never compute inf - inf."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class AttentionOptions:
     """Options of a model's attention.
 
@@ -31,8 +30,8 @@ class AttentionOptions:
     softcap: Bound c: each scaled product x becomes c * tanh(x / c). If None, there is no bound.
     """
 
-    scale: float | None = field(default=None, metadata={"static": True})
-    softcap: float | None = field(default=None, metadata={"static": True})
+    scale: float | None = static_field(default=None)
+    softcap: float | None = static_field(default=None)
     sinks: Float[Array | np.ndarray, " H"] | None = None
 
     def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.ops.attention.bias import BiasOfLists, PositionBias
 from jaxkv.ops.layer_stack import gather_streams
 from jaxkv.window import Window, can_see, first_seen, last_seen
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 Tree = TypeVar("Tree")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Visibility:
     """Inputs of the mask: the cells of S streams, and P lists of T tokens.
 
@@ -44,12 +44,12 @@ class Visibility:
     at: Int32[Array, "P T"]
     word: Int32[Array, "P T"]
     bit: UInt32[Array, "P T"]
-    window: Window | None = field(metadata={"static": True})
-    causal: bool = field(metadata={"static": True})
-    all_streams: bool = field(metadata={"static": True})
+    window: Window | None = static_field()
+    causal: bool = static_field()
+    all_streams: bool = static_field()
     visible_until: Int32[Array, "P T"] | None = None
     bias: BiasOfLists | None = None
-    tile: int | None = field(default=None, metadata={"static": True})
+    tile: int | None = static_field(default=None)
 
     def slice_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
         """Return the visibility of the cells with indices in `[first, first + count)`."""
