@@ -12,7 +12,7 @@ import numpy as np
 import jaxkv
 import models
 from jaxkv import generation
-from jaxkv.draw import plot
+from jaxkv import plot
 
 # %% [markdown]
 # ## Prefill one prompt

@@ -15,7 +15,7 @@ import numpy as np
 
 import models
 from jaxkv import snapshot
-from jaxkv.draw import plot
+from jaxkv import plot
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, Request
 

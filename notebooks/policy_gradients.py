@@ -19,7 +19,7 @@ import optax
 
 import jaxkv
 from jaxkv import generation
-from jaxkv.draw import plot
+from jaxkv import plot
 
 # %% [markdown]
 # ## The task: sort three digits

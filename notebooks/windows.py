@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv.draw import plot
+from jaxkv import plot
 
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
 

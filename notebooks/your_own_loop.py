@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv.draw import plot
+from jaxkv import plot
 
 BLUE, ORANGE, GREEN, SKY = "#0072b2", "#e69f00", "#009e73", "#56b4e9"
 LABEL = {"textcoords": "offset points", "fontsize": 9}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from jaxkv.api.edits import EditResult
 from jaxkv.batch import Batch, Ubatch
 from jaxkv.cache import Cache
-from jaxkv.draw import plot
+from jaxkv import plot
 from jaxkv.draw.cell_view import view_cells
 from jaxkv.draw.html import html_of
 from jaxkv.draw.repr import cache_repr, fields_repr, plan_repr, result_repr, ubatch_repr

@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import make_batch
 from jaxkv.cache import merge
-from jaxkv.draw import plot
+from jaxkv import plot
 from jaxkv.draw.cell_runs import merge_runs
 from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
