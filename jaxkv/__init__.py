@@ -37,7 +37,7 @@ from jaxkv.api.edits import (
 )
 from jaxkv.api.layer import attend, read_kv, read_states, write_kv, write_states
 from jaxkv.api.maintenance import compact, defrag_plan, init_update, rewind
-from jaxkv.batch import Batch, Ubatch, make_batch
+from jaxkv.batch import Batch, make_batch
 from jaxkv.cache import Cache
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.draw import show
@@ -46,6 +46,7 @@ from jaxkv.plan import Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_full, plan_step
 from jaxkv.rope import Rope
 from jaxkv.step import Step
+from jaxkv.ubatch import Ubatch
 from jaxkv.window import Window
 
 if TYPE_CHECKING:

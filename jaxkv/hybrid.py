@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Ubatch, ubatch_of_part
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
@@ -27,6 +26,7 @@ from jaxkv.table import (
     SequenceStatus,
     join_checks,
 )
+from jaxkv.ubatch import Ubatch, ubatch_of_part
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32, PyTree, UInt32

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import is_concrete, take_rows
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.pytree import pytree_dataclass
+from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, Shaped

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import (
-    Ubatch,
-    mask_rows_of_other_devices,
-    row_mesh_axes,
-    ubatch_of_part,
-    ubatch_partition_specs,
-)
 from jaxkv.cache import Cache, merge
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.partitioning import Partitioned, ShardingRules, to_local_index
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.jit_helpers import jit_table
 from jaxkv.table import static_layer_number
+from jaxkv.ubatch import (
+    Ubatch,
+    mask_rows_of_other_devices,
+    row_mesh_axes,
+    ubatch_of_part,
+    ubatch_partition_specs,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped

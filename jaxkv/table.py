@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import is_traced, nbytes
 from jaxkv.core.partitioning import Partitioned
 from jaxkv.plan import Reason
 from jaxkv.spec import check_spec
+from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, UInt32

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch, expand_streams_to_rows, mask_slots, placed_rows
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.jit_helpers import jit_table
@@ -17,6 +16,7 @@ from jaxkv.plan import Plan
 from jaxkv.spec import check_spec
 from jaxkv.step import Step
 from jaxkv.table import CacheTable, MaintenancePlan, check_made_for
+from jaxkv.ubatch import Ubatch, expand_streams_to_rows, mask_slots, placed_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree

@@ -10,10 +10,10 @@ Examples:
 
 from collections.abc import Callable
 
-from jaxkv.api.edits import EditResult
-from jaxkv.batch import Batch, Ubatch
-from jaxkv.cache import Cache
 from jaxkv import plot
+from jaxkv.api.edits import EditResult
+from jaxkv.batch import Batch
+from jaxkv.cache import Cache
 from jaxkv.draw.cell_view import view_cells
 from jaxkv.draw.html import html_of
 from jaxkv.draw.repr import cache_repr, fields_repr, plan_repr, result_repr, ubatch_repr
@@ -27,6 +27,7 @@ from jaxkv.kv.table import CellTable
 from jaxkv.plan import Plan
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.table import EmptyPlan, StateTable
+from jaxkv.ubatch import Ubatch
 
 __all__ = ["plot", "show"]
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache
 from jaxkv.core.array_utils import is_concrete, is_traced, nbytes
 from jaxkv.core.constants import EMPTY
@@ -23,6 +22,7 @@ from jaxkv.ops.quantised import Quantised
 from jaxkv.plan import Plan, Reason
 from jaxkv.recurrent.states import States
 from jaxkv.spec import TableSpec
+from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxkv.api.apply import apply
-from jaxkv.batch import Batch, Ubatch, make_batch
+from jaxkv.batch import Batch, make_batch
 from jaxkv.cache import Cache, merge
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.generation.model_step import own_or_copied_buffers
 from jaxkv.generation.results import PrefillResult
 from jaxkv.planning.planners import init_batch
+from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree

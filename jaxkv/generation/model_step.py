@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.api.apply import apply
-from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.donation import check_not_donated
 from jaxkv.step import Step
 from jaxkv.table import check_made_for
+from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Batch, Ubatch, make_batch, mask_slots
+from jaxkv.batch import Batch, make_batch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
@@ -17,6 +17,7 @@ from jaxkv.generation.model_step import Forward, compiled_step, model_step, own_
 from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import check_ubatch_size, init_batch
+from jaxkv.ubatch import Ubatch, mask_slots
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import CrossAttentionSlots, Ubatch
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import out_of_range_slots, resolve_range_end
 from jaxkv.core.constants import EMPTY
@@ -19,6 +18,7 @@ from jaxkv.kv.table import CellTable
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec, mask_unchanged_targets
 from jaxkv.table import EditCheck, join_checks
+from jaxkv.ubatch import CrossAttentionSlots, Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32

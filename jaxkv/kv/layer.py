@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import CrossAttentionSlots, Ubatch, row_mesh_axes
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.partitioning import (
@@ -46,6 +45,7 @@ from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import codes_and_scales, dequantise
 from jaxkv.step import Step, mask_step_rows, step_partition_specs, without_buffers
 from jaxkv.table import KVView
+from jaxkv.ubatch import CrossAttentionSlots, Ubatch, row_mesh_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree

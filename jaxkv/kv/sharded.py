@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.partitioning import (
     broadcast_from_owner,
@@ -18,6 +17,7 @@ from jaxkv.core.partitioning import (
     to_local_index,
 )
 from jaxkv.kv.cells import C, Cells, is_sequence, locate_owner_bit
+from jaxkv.ubatch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, UInt32

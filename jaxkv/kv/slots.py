@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
 from jaxkv.core.array_utils import DROP, MAX_COMPARISONS, out_of_range_slots, search_sorted
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import cell_stamps, mix_linearly
@@ -30,6 +29,7 @@ from jaxkv.kv.sharded import gather_over_axes, map_rows
 from jaxkv.kv.tiles import choose_in_tiles
 from jaxkv.plan import Reason
 from jaxkv.table import Admission, SequenceStatus
+from jaxkv.ubatch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
 from jaxkv.window import max_lookback
 
 if TYPE_CHECKING:

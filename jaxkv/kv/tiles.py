@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, search_sorted
 from jaxkv.core.constants import END
 from jaxkv.kv.cells import WORD, Cells, is_cell_empty, locate_owner_bit
 from jaxkv.kv.eviction import is_evictable
+from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, UInt32

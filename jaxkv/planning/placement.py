@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch, mask_slots
+from jaxkv.batch import Batch
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, indices_of_true
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.checks import PlanBuilder, check_batch
 from jaxkv.planning.layout import count_rows, gather_rows
+from jaxkv.ubatch import Ubatch, mask_slots
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Batch, Ubatch, make_batch, mask_slots
+from jaxkv.batch import Batch, make_batch
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import DROP, is_concrete, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
@@ -30,6 +30,7 @@ from jaxkv.planning.layout import (
 )
 from jaxkv.planning.placement import finish_plan, place_ubatch, plan_single_ubatch
 from jaxkv.spec import TableSpec, check_distinct
+from jaxkv.ubatch import Ubatch, mask_slots
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import row_mesh_axes
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.partitioning import (
     ShardingRules,
@@ -20,6 +19,7 @@ from jaxkv.core.partitioning import (
 )
 from jaxkv.recurrent.states import States, T
 from jaxkv.step import Step, mask_step_rows, step_partition_specs
+from jaxkv.ubatch import row_mesh_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch, hash_tokens
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.hashing import cell_stamps, mix_linearly
 from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, is_occupied
+from jaxkv.ubatch import Ubatch, hash_tokens
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32

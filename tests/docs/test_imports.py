@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LADDERS = {  # each rung may import from itself and from those before it
-    "jaxkv": "core | ops rope window | batch plan spec cache_spec | table | jit_helpers | cache"
+    "jaxkv": "core | ops rope window | batch ubatch plan spec cache_spec | table | jit_helpers | cache"
     " | step | planning kv recurrent hybrid | api draw sharding make | snapshot | generation"
     " | serving | __init__",
     "models": "errors | kinds json_file compiling room meshes | text | checkpoints texts | families"

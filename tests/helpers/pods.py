@@ -82,7 +82,7 @@ class Pod:
         """The shapes of a ubatch in the layout of a plan."""
         (ubatch,) = jaxkv.init_full(self.cache(), ubatch_size=tokens).ubatches
         streams = RULES.split(jax.sharding.get_mesh(), streams=self.streams)["streams"]
-        specs = jaxkv.batch.ubatch_partition_specs(ubatch, streams)
+        specs = jaxkv.ubatch.ubatch_partition_specs(ubatch, streams)
         return jax.tree.map(lambda x, spec: shape(x.shape, x.dtype, *spec), ubatch, specs)
 
     def new(self, ubatch):
