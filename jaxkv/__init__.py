@@ -22,7 +22,7 @@ Letters in array shapes:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jaxkv import draw, ops, sharding, snapshot
+from jaxkv import ops, plot, sharding, snapshot
 from jaxkv.api.apply import apply
 from jaxkv.api.attention_layers import AttentionLayers
 from jaxkv.api.edits import (
@@ -38,9 +38,8 @@ from jaxkv.api.edits import (
 from jaxkv.api.layer import attend, read_kv, read_states, write_kv, write_states
 from jaxkv.api.maintenance import compact, defrag_plan, init_update, rewind
 from jaxkv.batch import Batch, make_batch
-from jaxkv.cache import Cache
+from jaxkv.cache import Cache, show
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.draw import show
 from jaxkv.make import make_cache
 from jaxkv.plan import Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_full, plan_step
@@ -70,7 +69,7 @@ __all__ += ["AttentionLayers", "attend", "read_kv", "read_states", "write_kv", "
 __all__ += ["beam", "decode", "encode", "generate", "prefill", "score"]
 __all__ += ["speculate", "warm_up"]
 # Modules.
-__all__ += ["draw", "generation", "ops", "serving"]
+__all__ += ["generation", "ops", "plot", "serving"]
 __all__ += ["sharding", "snapshot"]
 
 

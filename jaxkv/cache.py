@@ -6,20 +6,27 @@ edit therefore copies no buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import nbytes
+from jaxkv.core.array_utils import is_traced, nbytes, to_host
+from jaxkv.core.constants import EMPTY
+from jaxkv.core.donation import is_donated
 from jaxkv.core.partitioning import Partitioned, ShardingRules
 from jaxkv.core.pytree import pytree_dataclass
-from jaxkv.core.validate import check_position, check_range
-from jaxkv.jit_helpers import jit_method, jit_table
-from jaxkv.table import CacheTable, static_layer_number
+from jaxkv.core.repr import to_numpy_or_none, with_fallback_repr
+from jaxkv.core.validate import check_count, check_position, check_range
+from jaxkv.draw.cell_view import CellView
+from jaxkv.draw.html import draw_html, draw_line
+from jaxkv.jit_helpers import check_concrete_cache, jit_method, jit_table
+from jaxkv.plan import Plan
+from jaxkv.stale import check_plan, is_current
+from jaxkv.table import CacheTable, MaintenancePlan, static_layer_number
+from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
@@ -41,17 +48,32 @@ class Cache(Partitioned):
     table: Any  # a `CacheTable`; code for one kind uses its fields
     buffers: PyTree
 
-    is_current: ClassVar[Callable[..., Bool[Array, ""]]]
-    """Return whether `apply` would commit a plan (`jaxkv.api.apply.is_current`)."""
+    @with_fallback_repr
+    def __repr__(self) -> str:
+        return f"Cache({self.table.describe(self.buffers)}: {self._usage()})"
 
-    cells: ClassVar[Callable[..., PyTree]]
-    """Return the cells as NumPy arrays (`jaxkv.draw.cell_view.view_cells`)."""
+    def _usage(self) -> str:
+        """Return the number of used cells, or the reason why the number is unknown."""
+        if is_traced(self):
+            return "traced"
+        if is_donated(self.table):
+            return "donated"
+        if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.table)):
+            return "shapes alone"
+        lost = ", buffers donated" if is_donated(self.buffers) else ""
+        table = jax.tree.map(to_numpy_or_none, self.table)
+        if self.table.is_batch or jax.tree.structure(table) != jax.tree.structure(self.table):
+            return ("batch" if self.table.is_batch else "split over processes") + lost
+        counts = [int((view.position != EMPTY).sum()) for view in table.cell_views().values()]
+        return " + ".join(map(str, counts)) + " used" + lost
 
-    to_text: ClassVar[Callable[..., str]]
-    """Draw the cache as text (`jaxkv.show`)."""
-
-    to_html: ClassVar[Callable[..., str]]
-    """Draw the cache as HTML for a notebook (`jaxkv.draw`)."""
+    def _repr_html_(self) -> str:
+        """Draw the cells for a notebook; only the `repr` if the values cannot be read."""
+        line = draw_line(repr(self))
+        try:  # the `repr` describes a traced, donated or invalid cache
+            return line + draw_html(_fetch_table(self.table).cell_views())
+        except Exception:
+            return line
 
     @property
     def spec(self) -> CacheSpec:
@@ -177,6 +199,53 @@ class Cache(Partitioned):
         """
         return self.table.max_rollback(self.buffers, static_layer_number(layer))
 
+    def is_current(self, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
+        """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
+
+        - A ubatch becomes stale when an edit or any applied ubatch changes a stream of this ubatch.
+        - The plan of an update becomes stale when the shift of a key changes.
+        - The plan of a defrag becomes stale when the set of empty cells changes.
+
+        `is_current` accepts the same plans as `apply`.
+
+        Raises:
+          ValueError: If the plan has several ubatches, or was made for another `TableSpec`.
+
+        Examples:
+          >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
+          >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+          >>> later, *_ = prefill(forward, params, cache, [1, 2])
+          >>> cache.is_current(ubatch).item(), later.is_current(ubatch).item()
+          (True, False)
+        """
+        return is_current(self.table, check_plan(plan, self.table))
+
+    def cells(self) -> CellView:
+        """Return the positions, owners and pending shifts of all cells.
+
+        If the cache is split over processes, every process must call this method.
+
+        Returns:
+          A `CellView` of NumPy arrays `[S, N]` int32: `position`, `owner`, `num_owners`, `shift`.
+          `owner` is the lowest id of a cell's owners. For an empty cell, `position` and `owner`
+          are -1.
+
+        Raises:
+          TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.
+          ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=5, sequences=3)
+          >>> cache = prefill(forward, params, cache, [[1, 2], [3]]).cache
+          >>> view = seq_cp(cache, 0, 2).cache.cells()
+          >>> view.position.tolist(), view.owner.tolist(), view.num_owners.tolist()
+          ([[0, 1, 0, -1, -1]], [[0, 0, 1, -1, -1]], [[2, 2, 1, 0, 0]])
+          >>> view.sequence_positions(2).tolist()
+          [0, 1, -1, -1, -1]
+        """
+        return _fetch_table(self.table).view_cells()
+
     def check(self) -> dict[str, Int32[Array, ""]]:
         """Count violated invariants of the table, for debugging.
 
@@ -246,3 +315,50 @@ def merge(table: CacheTable, buffers: PyTree) -> Cache:
     if not table.is_batch:
         table.check_buffers(buffers)
     return Cache(table=table, buffers=buffers)
+
+
+def show(cache: Cache, *, width: int | None = 100) -> str:
+    """Draw the table of a cache as text: a column for each cell, owner above position.
+
+    For a recurrent cache, each line shows the positions of the states of one sequence, the current
+    state last. A hybrid cache is drawn part by part. llama.cpp: the debug drawing of `find_slot`.
+
+    Args:
+      cache: any cache. If the cache is split over processes, every process must call `show`.
+      width: highest number of characters in a line; None for no limit. If columns of single cells
+        do not fit, columns show runs of cells, and an additional first line shows cell indices. A
+        line with one column can be longer than `width`.
+
+    Returns:
+      Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
+      cell with several owners. If shifts are pending, the third line `shift` shows them. A column
+      of several runs shows a tilde, all owners (only their number if there are more than three),
+      and the lowest and highest position.
+
+    Raises:
+      TypeError: If `cache` is traced, or has shapes instead of arrays.
+      ValueError: If `width` is below 1.
+      ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
+
+    Examples:
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=6, sequences=12)
+      >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
+      >>> cache = prefill(forward, params, cache, batch).cache
+      >>> print(show(seq_cp(cache, 0, 5, 0, 1).cache))
+      owner    + 0 0 11 . .
+      position 0 1 2  0 . .
+    """
+    limit = None if width is None else check_count(width, "width")
+    return _fetch_table(split(cache)[0]).to_text(limit)
+
+
+def _fetch_table(table: CacheTable) -> CacheTable:
+    """Return a table with NumPy arrays; raise if the arrays have no concrete values."""
+    if is_traced(table):
+        raise TypeError(
+            "expected a concrete cache, got a traced one; draw it outside of jit, or "
+            "by jax.debug.callback"
+        )
+    check_concrete_cache(table)
+    return to_host(table)

@@ -14,8 +14,11 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
+from jaxkv.core.array_utils import nbytes
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.pytree import pytree_dataclass, static_field
+from jaxkv.core.repr import format_bytes
+from jaxkv.draw.cell_view import CellView
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec
 from jaxkv.table import (
@@ -216,6 +219,34 @@ class HybridTable(CacheTable):
         parts = zip(self.parts, buffers, self.layers, strict=True)
         return CacheSpec.hybrid(
             *((part.cache_spec(arrays), layers) for part, arrays, layers in parts)
+        )
+
+    def describe(self, buffers: tuple) -> str:
+        """Return kinds, sizes and bytes of the parts, for the `repr` of a cache."""
+        parts = [f"({part.describe(x)})" for part, x in self.pair_parts_with_buffers(buffers)]
+        return f"hybrid of {' + '.join(parts)}, {format_bytes(nbytes((self, buffers)))}"
+
+    def titles(self) -> list[str]:
+        """Return the number and the layers of each part."""
+        layers = [", ".join(map(str, numbers)) for numbers in self.layers]
+        return [f"part {i}, layers {numbers}" for i, numbers in enumerate(layers)]
+
+    def cell_views(self) -> dict[str, CellView]:
+        """Return the cells of each part, by title; all arrays must be NumPy arrays."""
+        views = (part.view_cells() for part in self.parts)
+        return dict(zip(self.titles(), views, strict=True))
+
+    def view_cells(self) -> CellView:
+        """Raise a TypeError."""
+        raise TypeError(
+            "expected a cache of one kind, got a hybrid one; look at each of cache.parts"
+        )
+
+    def to_text(self, width: int | None) -> str:
+        """Draw each part below its title; all arrays must be NumPy arrays."""
+        texts = [part.to_text(width) for part in self.parts]
+        return "\n".join(
+            f"{title}\n{text}" for title, text in zip(self.titles(), texts, strict=True)
         )
 
     @property

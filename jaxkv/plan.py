@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.core.array_utils import is_concrete, take_rows
+from jaxkv.core.array_utils import is_concrete, is_traced, take_rows
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.pytree import pytree_dataclass
+from jaxkv.core.repr import FEW, format_value, to_numpy_or_none, with_fallback_repr
 from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
@@ -216,6 +219,20 @@ class Plan:
             )
         return self.ubatches[0]
 
+    @with_fallback_repr
+    def __repr__(self) -> str:
+        shapes = ", ".join("{} x {}".format(*ubatch.valid.shape) for ubatch in self.ubatches)
+        ubatches = f"{len(self.ubatches)} ubatch{'es' * (len(self.ubatches) != 1)}: {shapes} tokens"
+        if (ok := to_numpy_or_none(self.ok)) is None:
+            return f"Plan({ubatches}; {'traced' if is_traced(self) else 'values not known'})"
+        if ok:
+            return f"Plan(ok, {ubatches})"
+        reasons = map(Reason, np.asarray(self.reason).tolist())
+        refused = [(seq, reason.name) for seq, reason in enumerate(reasons) if reason]
+        shown = [f"sequence {seq} {name}" for seq, name in refused[:FEW]]
+        more = [f"{len(refused) - FEW} more"] if len(refused) > FEW else []
+        return f"Plan(refused: {', '.join(shown + more)})"
+
     def check(self) -> Plan:
         """Return the plan, or raise if the plan was refused.
 
@@ -282,3 +299,27 @@ class Plan:
         if all(isinstance(row, np.ndarray) for row in rows):
             return np.concatenate(rows)[take]
         return take_rows(rows, take)
+
+
+@with_fallback_repr
+def result_repr(result: Any) -> str:
+    """Return the fields of a result, and its reasons by name."""
+    names = getattr(result, "_fields", None) or [x.name for x in fields(result) if x.repr]
+    shown = {name: format_value(getattr(result, name)) for name in names}
+    shown["cache"] = repr(result.cache)
+    for name in ("reason", "finish_reason"):
+        if hasattr(result, name):
+            shown[name] = _format_reasons(getattr(result, name))
+    pairs = [f"{name}={text}" for name, text in shown.items() if text != "None"]
+    return f"{type(result).__name__}({', '.join(pairs)})"
+
+
+def _format_reasons(codes: Any) -> str:
+    """Return the names of `Reason`s; for many sequences, the number of sequences by name."""
+    array = to_numpy_or_none(codes)
+    if array is None:
+        return format_value(codes)
+    names = [Reason(code).name for code in array.reshape(-1)]
+    if array.size > FEW:
+        names = [f"{count} {name}" for name, count in Counter(names).most_common()]
+    return f"[{', '.join(names)}]" if array.ndim else names[0]

@@ -18,9 +18,9 @@ from jaxkv.cache import Cache
 from jaxkv.core import array_utils
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY
-from jaxkv.draw.cell_view import CellView, make_cell_view, view_cells
+from jaxkv.core.repr import format_bytes
+from jaxkv.draw.cell_view import CellView
 from jaxkv.draw.colours import PALETTE, colour_of, text_colour_on
-from jaxkv.draw.repr import format_bytes
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.kv.table import CellTable
@@ -56,7 +56,7 @@ def cells(cache: Cache, ax: Axes | None = None) -> Axes:
       TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.
       ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
     """
-    view = view_cells(cache)
+    view = cache.cells()
     ax = _ensure_axes(ax)
     streams, count = view.position.shape
     across = (
@@ -124,7 +124,7 @@ def occupancy(
     ax = _ensure_axes(ax)
     at = np.arange(len(steps) + 1)  # Each step has width 1, so a single step is visible.
     if caches:
-        views = [[view_cells(part) for part in cache.parts] for cache in caches]
+        views = [[part.cells() for part in cache.parts] for cache in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
         counts = np.stack(
             [
@@ -188,7 +188,7 @@ def attention_mask(
     table, ubatch, seen = to_host((step.table, step.ubatch, seen))
     valid = ubatch.valid
     stream = np.broadcast_to(ubatch.row_stream[:, None], valid.shape)
-    view = make_cell_view(table)
+    view = table.view_cells()
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
     colour_ids = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))

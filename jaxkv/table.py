@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, SupportsIndex, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import is_traced, nbytes
 from jaxkv.core.partitioning import Partitioned
+from jaxkv.core.repr import format_bytes
+from jaxkv.draw.cell_view import CellView
+from jaxkv.ops.quantised import Quantised
 from jaxkv.plan import Reason
 from jaxkv.spec import check_spec
 from jaxkv.ubatch import Ubatch
@@ -110,15 +113,6 @@ class MaintenancePlan(Partitioned):
         return P(sharding_rules.split(mesh, streams=self.spec.streams)["streams"])
 
 
-def assignable(method: Callable[..., R]) -> Callable[..., R]:
-    """Allow a subclass to define a method by assigning a function.
-
-    Type checkers then compare only the return types of the two methods. The test
-    `tests/cells/test_contract.py` compares their argument names.
-    """
-    return method
-
-
 class CacheTable(Partitioned):
     """Table of a cache: the methods that are called by edits, plans and loops.
 
@@ -165,6 +159,22 @@ class CacheTable(Partitioned):
         """Return each part with its buffers; a table that is not hybrid is its only part."""
         return ((self, buffers),)
 
+    @abstractmethod
+    def describe(self, buffers: PyTree) -> str:
+        """Return kind, sizes and bytes of a cache, for its `repr`."""
+
+    def cell_views(self) -> dict[str, CellView]:
+        """Return the cells of each part, by title; all arrays must be NumPy arrays."""
+        return {"": self.view_cells()}
+
+    @abstractmethod
+    def view_cells(self) -> CellView:
+        """Return the cells of a table that is not hybrid; all arrays must be NumPy arrays."""
+
+    @abstractmethod
+    def to_text(self, width: int | None) -> str:
+        """Draw the table, see `jaxkv.show`; all arrays must be NumPy arrays."""
+
     @property
     def nbytes(self) -> int:
         """Size of the table in bytes."""
@@ -189,22 +199,18 @@ class CacheTable(Partitioned):
     """
 
     @abstractmethod
-    @assignable
     def advance_version(self, old: Any) -> Any:
         """Return the table after an edit of `old`, with new versions of the changed streams."""
 
     @abstractmethod
-    @assignable
     def seq_pos_min(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
         """Return the smallest position of a sequence; -1 if the sequence is empty."""
 
     @abstractmethod
-    @assignable
     def seq_pos_max(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
         """Return the largest position of a sequence; -1 if the sequence is empty."""
 
     @abstractmethod
-    @assignable
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
     ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
@@ -215,17 +221,14 @@ class CacheTable(Partitioned):
         return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
-    @assignable
     def num_used_cells(self) -> Int32[Array, ""]:
         """Return the number of used cells."""
 
     @abstractmethod
-    @assignable
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
         """Return the status of the sequences that are True in a mask."""
 
     @abstractmethod
-    @assignable
     def find_fitting_sequences(self, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
         """Return which sequences fit if each sequence gets the given number of new tokens.
 
@@ -233,7 +236,6 @@ class CacheTable(Partitioned):
         are counted: all sequences fit into a table with a window.
         """
 
-    @assignable
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the same cells as another sequence.
 
@@ -246,12 +248,10 @@ class CacheTable(Partitioned):
         )
 
     @abstractmethod
-    @assignable
     def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
         """Return how many cells each stream saves by sharing: n - 1 for each cell with n owners."""
 
     @abstractmethod
-    @assignable
     def can_allocate(
         self,
         lengths: Int[np.ndarray, " Q"],
@@ -266,7 +266,6 @@ class CacheTable(Partitioned):
         """
 
     @abstractmethod
-    @assignable
     def choose_slots(self, ubatch: Ubatch) -> tuple[PyTree, Int32[Array, "R T"]]:
         """Return the slot of each token, and the `Reason` of each token."""
 
@@ -285,19 +284,16 @@ class CacheTable(Partitioned):
         )
 
     @abstractmethod
-    @assignable
     def occupy(self, ubatch: Ubatch) -> Self:
         """Store the tokens of a ubatch in its slots, and change the versions of their streams."""
 
     @abstractmethod
-    @assignable
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, EditCheck]:
         """Remove a range of `seq` (-1: all sequences)."""
 
     @abstractmethod
-    @assignable
     def seq_cp(
         self,
         buffers: PyTree,
@@ -312,7 +308,6 @@ class CacheTable(Partitioned):
         """
 
     @abstractmethod
-    @assignable
     def can_seq_cp(
         self,
         src: Int32[Array, ""],
@@ -323,7 +318,6 @@ class CacheTable(Partitioned):
         """Return whether `seq_cp` is possible, and each target's last position after the copy."""
 
     @abstractmethod
-    @assignable
     def seq_select(
         self, buffers: PyTree, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[Self, PyTree]:
@@ -339,17 +333,14 @@ class CacheTable(Partitioned):
         """Return whether `seq_select` is possible for these parents and targets."""
 
     @abstractmethod
-    @assignable
     def seq_keep(self, seq: Int32[Array, ""]) -> Self:
         """Remove all sequences except one."""
 
     @abstractmethod
-    @assignable
     def clear(self) -> Any:  # Self; pyright rejects it for a function of the table alone
         """Remove all sequences."""
 
     @abstractmethod
-    @assignable
     def seq_add(
         self,
         seq: Int32[Array, ""],
@@ -365,7 +356,6 @@ class CacheTable(Partitioned):
         """
 
     @abstractmethod
-    @assignable
     def can_seq_add(
         self,
         seq: Int32[Array, ""],
@@ -376,7 +366,6 @@ class CacheTable(Partitioned):
         """Return whether positions remain unique in every sequence after `seq_add`."""
 
     @abstractmethod
-    @assignable
     def seq_div(
         self,
         seq: Int32[Array, ""],
@@ -387,7 +376,6 @@ class CacheTable(Partitioned):
         """Divide the positions of a range, rounding down."""
 
     @abstractmethod
-    @assignable
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
         """Return whether a sequence can continue at `pos` if tokens from `pos` on are removed."""
 
@@ -400,15 +388,13 @@ class CacheTable(Partitioned):
         """Return the plan of the moves that close gaps between used cells."""
 
     @abstractmethod
-    @assignable
-    def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
+    def rewind(self, old: Any) -> tuple[Self, Bool[Array, ""]]:
         """Return `old` with new stamps and versions, and whether `old` can be restored.
 
         `old` can be restored if the cells that `old` uses have the same stamps in both tables.
         """
 
     @abstractmethod
-    @assignable
     def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
         """Return the number of violations of each invariant, by name."""
 
@@ -492,3 +478,15 @@ def static_layer_number(layer: SupportsIndex) -> int:
             f"expected a concrete integer for a layer, got {layer!r}; loop over the layers in "
             "Python, or make the cache with make_cache(stacked=True), unless it is a hybrid"
         ) from None
+
+
+def format_sizes(
+    kind: str, sizes: dict[str, object], batch: tuple[int, ...], table: Any, buffers: PyTree
+) -> str:
+    """Format the sizes of a cache; `batch` has the leading axes of `vmap`."""
+    leaves = jax.tree.leaves(buffers, is_leaf=lambda x: isinstance(x, Quantised))
+    dtypes = " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
+    shown = {name: size for name, size in sizes.items() if (name, size) != ("streams", 1)}
+    shown |= {"batch": batch} if batch else {}
+    total = f"{dtypes}, {format_bytes(nbytes((table, buffers)))}"
+    return ", ".join([kind, *(f"{name}={size}" for name, size in shown.items()), total])

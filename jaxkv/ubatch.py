@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import out_of_range_slots
+from jaxkv.core.array_utils import is_traced, out_of_range_slots
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.core.partitioning import Partitioned, to_local_index
 from jaxkv.core.pytree import pytree_dataclass, static_field
+from jaxkv.core.repr import FEW, to_numpy_or_none, with_fallback_repr
 from jaxkv.core.validate import check_count
 
 if TYPE_CHECKING:
@@ -68,6 +70,21 @@ class Ubatch(Partitioned):
     row_is_sequence: bool = static_field()
     shared_with: Int32[Array, "R T n"] | None = None
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
+
+    @with_fallback_repr
+    def __repr__(self) -> str:
+        rows, tokens = self.valid.shape
+        valid, sequences = to_numpy_or_none(self.valid), to_numpy_or_none(self.sequences)
+        if valid is None or sequences is None:
+            content = "traced" if is_traced(self) else "values not known"
+        else:
+            if (others := to_numpy_or_none(self.shared_with)) is not None:
+                sequences = np.concatenate([sequences[..., None], others], axis=-1)
+            ids = np.unique(sequences[valid])
+            ids = ids[ids >= 0].tolist()
+            content = f"{valid.sum()} valid"
+            content += f" of sequences {ids}" if len(ids) <= FEW else f" of {len(ids)} sequences"
+        return f"Ubatch({self.spec.kind}, rows={rows}, tokens={tokens}: {content})"
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
         """Return how many tokens of each row come before each of its last `count` states.

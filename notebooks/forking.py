@@ -11,8 +11,7 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv import generation
-from jaxkv import plot
+from jaxkv import generation, plot
 
 # %% [markdown]
 # ## Prefill one prompt

@@ -14,8 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import models
-from jaxkv import snapshot
-from jaxkv import plot
+from jaxkv import plot, snapshot
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, Request
 

@@ -18,8 +18,7 @@ import numpy as np
 import optax
 
 import jaxkv
-from jaxkv import generation
-from jaxkv import plot
+from jaxkv import generation, plot
 
 # %% [markdown]
 # ## The task: sort three digits

@@ -1,25 +1,23 @@
-"""`apply`, which commits a plan to a cache, and the method `Cache.is_current`."""
+"""`apply`, which commits a plan to a cache."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
 from typing import TYPE_CHECKING, overload
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
-from jaxkv.spec import check_spec
+from jaxkv.stale import check_plan, is_ubatch_current
 from jaxkv.step import Step
-from jaxkv.table import CacheTable, MaintenancePlan, check_made_for
-from jaxkv.ubatch import Ubatch, expand_streams_to_rows, mask_slots, placed_rows
+from jaxkv.table import CacheTable, MaintenancePlan
+from jaxkv.ubatch import Ubatch, mask_slots, placed_rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree
+    from jaxtyping import PyTree
 
 
 @overload
@@ -67,7 +65,7 @@ def apply(
     llama.cpp: `llama_memory_context_i::apply`.
     """
     table, buffers = split(cache)
-    plan = _check_plan(plan, table)
+    plan = check_plan(plan, table)
     if isinstance(plan, Ubatch):
         return replace(_begin_step(table, plan), buffers=buffers)
     if not is_traced(plan, table) and plan.is_empty:
@@ -75,82 +73,11 @@ def apply(
     return (_commit_donated if donate else _commit)(plan, table, buffers)
 
 
-def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
-    """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
-
-    - A ubatch becomes stale when an edit or any applied ubatch changes a stream of this ubatch.
-    - The plan of an update becomes stale when the shift of a key changes.
-    - The plan of a defrag becomes stale when the set of empty cells changes.
-
-    `is_current` accepts the same plans as `apply`.
-
-    Raises:
-      ValueError: If the plan has several ubatches, or was made for another `TableSpec`.
-
-    Examples:
-      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
-      >>> later, *_ = prefill(forward, params, cache, [1, 2])
-      >>> cache.is_current(ubatch).item(), later.is_current(ubatch).item()
-      (True, False)
-    """
-    table, _ = split(cache)
-    return _is_current(table, _check_plan(plan, table))
-
-
-Cache.is_current = is_current
-
-
-def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
-    if isinstance(plan, Plan):
-        if len(plan.ubatches) != 1:
-            raise ValueError(
-                f"expected a plan of one ubatch, got one of {len(plan.ubatches)}; apply each of "
-                f"plan.ubatches, and run the model after each"
-            )
-        (plan,) = plan.ubatches
-    if isinstance(plan, Ubatch):
-        check_made_for(table, plan)
-    elif isinstance(plan, MaintenancePlan):
-        check_spec(plan.spec, table.spec, "a plan that was made")
-    else:
-        raise TypeError(
-            f"expected a ubatch or a plan, got {type(plan)}; pass a Ubatch, a Plan or the result "
-            "of init_update or defrag_plan"
-        )
-    return plan
-
-
-@jit_table
-def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array, ""]:
-    return (
-        plan.is_current(table)
-        if isinstance(plan, MaintenancePlan)
-        else _is_ubatch_current(table, plan, placed_rows(plan))
-    )
-
-
-def _is_ubatch_current(
-    table: CacheTable, ubatch: Ubatch, placed: Bool[Array, " R"]
-) -> Bool[Array, ""]:
-    """Return whether a row has a slot, and no stream of such rows has changed since planning."""
-    same = jax.tree.map(lambda version, planned: version == planned, table.version, ubatch.version)
-    current = reduce(
-        jnp.logical_and,
-        [
-            expand_streams_to_rows(leaf, ubatch.row_stream, ubatch.row_is_sequence)
-            for leaf in jax.tree.leaves(same)
-        ],
-    )
-    # One maximum needs one all-reduce on a mesh; 0: no cell in the row, 1: current, 2: stale.
-    return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
-
-
 @jit_table
 def _begin_step(table: CacheTable, ubatch: Ubatch) -> Step:
     """Return the step of a ubatch, without buffers."""
     placed = placed_rows(ubatch)
-    is_current = _is_ubatch_current(table, ubatch, placed)
+    is_current = is_ubatch_current(table, ubatch, placed)
     ubatch = mask_slots(is_current, ubatch)
     layers = table.num_stacked_layers
     # A reduction in place of `placed & ~is_current`, which XLA would compute again in each layer.

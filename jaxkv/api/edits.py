@@ -22,7 +22,7 @@ from jaxkv.core.validate import (
     check_range,
 )
 from jaxkv.jit_helpers import jit_table
-from jaxkv.plan import PlanRefusedError, Reason
+from jaxkv.plan import PlanRefusedError, Reason, result_repr
 from jaxkv.spec import are_in_same_streams, check_distinct, mask_unchanged_targets
 from jaxkv.table import CacheTable, EditCheck, join_checks
 
@@ -44,6 +44,8 @@ class EditResult:
     cache: Cache
     ok: Bool[Array, "*n"]
     reason: Int32[Array, "*n"]
+
+    __repr__ = result_repr
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.cache, self.ok))

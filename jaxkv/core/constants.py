@@ -13,3 +13,6 @@ NO_SLOT = np.iinfo(np.int32).max
 
 MAX_CELLS = 1 << 30
 """Smallest slot that is past the last cell of every table."""
+
+WORD = 32
+"""Number of sequences in one word of the array `owners` of a table."""

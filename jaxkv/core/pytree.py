@@ -5,6 +5,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
+from jaxkv.core.repr import fields_repr
+
 C = TypeVar("C", bound=type)
 
 
@@ -39,9 +41,10 @@ def pytree_dataclass(cls: C) -> C:
     # equal fields. The qualified name is therefore a static field of every instance.
     cls.__annotations__ = {**cls.__dict__.get("__annotations__", {}), "_class": str}
     cls._class = field(default=cls.__qualname__, repr=False, metadata={"static": True})
-    return jax.tree_util.register_dataclass(
-        dataclass(frozen=True, kw_only=True, eq=False, repr="__repr__" not in cls.__dict__)(cls)
-    )
+    if cls.__repr__ is object.__repr__:
+        cls.__repr__ = fields_repr
+    cls = dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls)
+    return jax.tree_util.register_dataclass(cls)
 
 
 def field_values(value: Any) -> dict[str, Any]:

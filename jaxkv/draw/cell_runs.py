@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxkv.core.constants import EMPTY
+from jaxkv.core.constants import EMPTY, WORD
 from jaxkv.draw.cell_view import CellView
-from jaxkv.kv.cells import WORD
 
 if TYPE_CHECKING:
     from jaxtyping import Int

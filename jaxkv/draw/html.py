@@ -2,8 +2,6 @@
 
 from html import escape
 
-from jaxkv.cache import Cache
-from jaxkv.core.array_utils import is_concrete
 from jaxkv.draw.cell_runs import (
     CellRun,
     format_owners,
@@ -12,9 +10,8 @@ from jaxkv.draw.cell_runs import (
     merge_runs,
     single_cell_runs,
 )
-from jaxkv.draw.cell_view import part_names, view_cells
+from jaxkv.draw.cell_view import CellView
 from jaxkv.draw.colours import colour_of, text_colour_on
-from jaxkv.draw.repr import cache_repr
 
 CELLS = 32
 """Maximum size of a stream that is drawn cell by cell; larger streams are drawn as runs."""
@@ -30,35 +27,23 @@ _BOX = (
 _SMALL = "font-size:75%;opacity:.75"
 
 
-def html_of(cache: Cache) -> str:
-    """Return a cache as HTML, with the owners and positions of cells.
+def draw_html(views: dict[str, CellView]) -> str:
+    """Draw the cells of each part of a cache, with a title for each of several parts.
 
-    Each owner has a colour; a shared cell has a bar with the colours of its first eight owners. If
-    the values of the cache cannot be read, for example inside of `jit`, the HTML contains only the
-    `repr`.
+    Each owner has a colour; a shared cell has a bar with the colours of its first eight owners.
     """
-    line = f'<div style="margin:4px 0"><code>{escape(cache_repr(cache))}</code></div>'
-    try:
-        drawn = _render_parts(cache)
-    except Exception:  # The `repr` reports a traced, donated or invalid cache.
-        drawn = ""
-    return line + drawn
+    titles = [
+        f'<div style="{_SMALL};margin-top:6px">{title}</div>' * (len(views) > 1) for title in views
+    ]
+    return "".join(map(str.__add__, titles, map(_render_cells, views.values())))
 
 
-def _render_parts(cache: Cache) -> str:
-    if not is_concrete(cache.table):
-        return ""
-    names = part_names(cache.table)
-    if not names:
-        return _render_cells(cache)
-    return "".join(
-        f'<div style="{_SMALL};margin-top:6px">{name}</div>{_render_cells(part)}'
-        for part, name in zip(cache.parts, names, strict=True)
-    )
+def draw_line(text: str) -> str:
+    """Draw a line of code."""
+    return f'<div style="margin:4px 0"><code>{escape(text)}</code></div>'
 
 
-def _render_cells(cache: Cache) -> str:
-    view = view_cells(cache)
+def _render_cells(view: CellView) -> str:
     streams, cells = view.position.shape
     rows = []
     for stream in range(min(streams, STREAMS)):

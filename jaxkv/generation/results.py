@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxkv.cache import Cache
-from jaxkv.draw.repr import result_repr
 from jaxkv.generation.state import DecodeState
+from jaxkv.plan import result_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
@@ -25,8 +25,7 @@ class PrefillResult(NamedTuple):
     ok: Bool[Array, ""]
     reason: Int32[Array, " Q"]
 
-    def __repr__(self) -> str:
-        return result_repr(self)
+    __repr__ = result_repr
 
 
 class DecodeResult(NamedTuple):
@@ -53,8 +52,7 @@ class DecodeResult(NamedTuple):
     num_accepted: Int32[Array, " Z"] | None = None
     drafter: Drafter | None = None
 
-    def __repr__(self) -> str:
-        return result_repr(self)
+    __repr__ = result_repr
 
     @property
     def finish_reason(self) -> Int32[Array, " Z"]:
@@ -80,5 +78,4 @@ class BeamResult(NamedTuple):
     num_cached: Int32[Array, " k"]
     reason: Int32[Array, ""]
 
-    def __repr__(self) -> str:
-        return result_repr(self)
+    __repr__ = result_repr

@@ -15,7 +15,6 @@ from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.core.validate import check_bool, check_int32
-from jaxkv.draw.repr import fields_repr
 from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.padding import pad_prompts
 from jaxkv.generation.sampler import Sampler, check_sampler
@@ -54,9 +53,6 @@ class DecodeState:
     draw_index: Int32[Array, " Z"]
     follows: UInt32[Array, " Z"]
     sampler_state: PyTree
-
-    def __repr__(self) -> str:
-        return fields_repr(self)
 
 
 def make_decode_state(

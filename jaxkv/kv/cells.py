@@ -7,7 +7,7 @@ negative `stop` means no end. Edits have no effect if the sequence id is outside
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, divmod_nonnegative, indices_of_true, resolve_range_end
-from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.core.pytree import static_field
+from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.window import Window
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 C = TypeVar("C", bound="Cells")
 
-WORD = 32
-"""Number of sequences in one word of the array `owners`."""
-
 BLOCK = 128
 """Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
@@ -37,7 +34,7 @@ Placement = Literal["any", "contiguous", "striped", "tiled"]
 """Order in which cells are taken: by index, in one contiguous run, in stripes, or in tiles."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class Cells:
     """Table of S streams of N cells for Q sequences; the base class of `CellTable`.
 

@@ -1,5 +1,7 @@
 """Table of an attention cache, assembled from the modules of this folder."""
 
+# Functions are methods of the table here; tests/cells/test_contract.py compares their arguments.
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 from dataclasses import replace
@@ -8,11 +10,14 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import AxisPartition, ShardingRules
 from jaxkv.core.pytree import pytree_dataclass
+from jaxkv.draw.cell_view import CellView
+from jaxkv.draw.text import draw_cells
 from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, sharded, shift, slots
 from jaxkv.kv.buffers import Buffers, shardable_sizes
 from jaxkv.kv.cells import Cells
@@ -27,6 +32,7 @@ from jaxkv.table import (
     MaintenancePlan,
     SequenceStatus,
     check_sizes,
+    format_sizes,
     join_checks,
 )
 
@@ -81,6 +87,31 @@ class CellTable(Cells, CacheTable):
         """Return the `CacheSpec` of the layers in `buffers`."""
         heads, keys, values = zip(*buffers.head_sizes, strict=True)
         return CacheSpec.attention(len(heads), heads, keys, values, self.window, buffers.ropes)
+
+    def describe(self, buffers: Buffers) -> str:
+        """Return kind, sizes and bytes of a cache, for its `repr`."""
+        heads = {heads for heads, _, _ in buffers.head_sizes}
+        sizes: dict[str, object] = {
+            "layers": buffers.layers,
+            "cells": self.position.shape[-1],
+            "sequences": self.evicted_below.shape[-1],
+            "streams": self.position.shape[-2],
+            "kv_heads": heads.pop() if len(heads) == 1 else sorted(heads),
+        }
+        if self.window is not None:
+            sizes["window"] = f"{self.window.rule}({self.window.width})"
+        if self.placement != "any":
+            sizes["placement"] = self.placement
+        return format_sizes(self.spec.kind, sizes, self.position.shape[:-2], self, buffers)
+
+    def view_cells(self) -> CellView:
+        """Return the cells; all arrays must be NumPy arrays."""
+        position, words, shift = map(np.asarray, (self.position, self.owners, self.shift))
+        return CellView(position=position, words=words, shift=shift, sequences=self.sequences)
+
+    def to_text(self, width: int | None) -> str:
+        """Draw the cells as text; all arrays must be NumPy arrays."""
+        return draw_cells(self.view_cells(), width)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> CellTable:
         """Return the table with the given sharding rules."""

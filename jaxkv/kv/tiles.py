@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, search_sorted
-from jaxkv.core.constants import END
-from jaxkv.kv.cells import WORD, Cells, is_cell_empty, locate_owner_bit
+from jaxkv.core.constants import END, WORD
+from jaxkv.kv.cells import Cells, is_cell_empty, locate_owner_bit
 from jaxkv.kv.eviction import is_evictable
 from jaxkv.ubatch import Ubatch
 

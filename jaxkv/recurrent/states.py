@@ -7,18 +7,20 @@ Edits within a stream do not copy states. For ranges and sequence ids see `Cache
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, resolve_range_end
-from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.core.pytree import static_field
+from jaxkv.core.pytree import pytree_dataclass, static_field
+from jaxkv.draw.cell_view import CellView
 from jaxkv.plan import Reason
 from jaxkv.table import EditCheck, SequenceStatus, join_checks
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="States")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree_dataclass
 class States:
     """The E + 1 newest states of each of Q sequences, in S streams of N = Q / S * (E + 1) cells.
 
@@ -370,4 +372,22 @@ def drop_pairs(states: T, stays: jax.Array) -> T:
         states,
         position=jnp.take_along_axis(position, order, axis=1),
         cell=jnp.take_along_axis(cell, order, axis=1),
+    )
+
+
+def view_cells(states: States) -> CellView:
+    """Return the cells; all arrays must be NumPy arrays."""
+    cells, per_stream = (states.streams, states.num_cells), states.sequences_per_stream
+    position = np.full(cells, EMPTY, np.int32)
+    words = np.zeros((cells[0], -(-per_stream // WORD), cells[1]), np.uint32)
+    for seq, pair in np.argwhere(states.position != EMPTY):
+        stream, local = divmod(int(seq), per_stream)
+        cell = states.cell[seq, pair]
+        position[stream, cell] = states.position[seq, pair]
+        words[stream, local // WORD, cell] |= np.uint32(1 << local % WORD)
+    return CellView(
+        position=position,
+        words=words,
+        shift=np.zeros(cells, np.int32),
+        sequences=states.sequences,
     )

@@ -1,5 +1,7 @@
 """`StateTable`, the table of a recurrent cache, and construction of the cache."""
 
+# Functions are methods of the table here; tests/cells/test_contract.py compares their arguments.
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,6 +19,8 @@ from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_count, check_shape
+from jaxkv.draw.cell_view import CellView
+from jaxkv.draw.text import draw_states
 from jaxkv.recurrent import copy as copies
 from jaxkv.recurrent import slots, states
 from jaxkv.recurrent.buffers import (
@@ -29,7 +33,7 @@ from jaxkv.recurrent.buffers import (
 from jaxkv.recurrent.states import States, empty_fields
 from jaxkv.spec import TableSpec
 from jaxkv.step import Step, without_buffers
-from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes
+from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes, format_sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
@@ -105,6 +109,25 @@ class StateTable(States, CacheTable):
         states = {name: (x.shape[leading:], x.dtype) for name, x in buffers[0].items()}
         splits = {name: (dimension, parts) for name, dimension, parts in self.shard_dims}
         return CacheSpec.recurrent(len(buffers), states, splits)
+
+    def describe(self, buffers: Buffers) -> str:
+        """Return kind, sizes and bytes of a cache, for its `repr`."""
+        sizes: dict[str, object] = {
+            "layers": len(buffers),
+            "cells": self.stamp.shape[-1],
+            "sequences": self.position.shape[-2],
+            "streams": self.stamp.shape[-2],
+            "max_rollback": self.position.shape[-1] - 1,
+        }
+        return format_sizes("recurrent", sizes, self.position.shape[:-2], self, buffers)
+
+    def view_cells(self) -> CellView:
+        """Return the cells; all arrays must be NumPy arrays."""
+        return states.view_cells(self)
+
+    def to_text(self, width: int | None) -> str:
+        """Draw the positions of the states; all arrays must be NumPy arrays."""
+        return draw_states(np.asarray(self.position), width)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> StateTable:
         """Return a copy of the table with the given sharding rules."""

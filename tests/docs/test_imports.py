@@ -14,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LADDERS = {  # each rung may import from itself and from those before it
-    "jaxkv": "core | ops rope window | batch ubatch plan spec cache_spec | table | jit_helpers | cache"
-    " | step | planning kv recurrent hybrid | api draw sharding make | snapshot | generation"
+    "jaxkv": "core | ops rope window draw | batch ubatch plan spec cache_spec | table"
+    " | jit_helpers | stale | cache"
+    " | step | planning kv recurrent hybrid | api plot sharding make | snapshot | generation"
     " | serving | __init__",
     "models": "errors | kinds json_file compiling room meshes | text | checkpoints texts | families"
     " | model | run costs fingerprint | generate chat | search serving | cli | __init__ __main__",
@@ -83,7 +84,7 @@ def test_import_asks_for_no_device_and_no_jaxtyping():
 
     jaxtyping is for type checkers only.
     """
-    packages = "jaxkv, jaxkv.draw, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot"
+    packages = "jaxkv, jaxkv.plot, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot"
     code = f"import sys; sys.modules['jaxtyping'] = None; import {packages}"
     command = [sys.executable, "-c", f"{code}, tests.sharding.process_worker"]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "none"}, check=True)
