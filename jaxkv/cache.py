@@ -45,7 +45,7 @@ class Cache(Partitioned):
     llama.cpp: `llama_memory_i`.
     """
 
-    table: Any  # a `CacheTable`; code for one kind uses its fields
+    table: CacheTable
     buffers: PyTree
 
     @with_fallback_repr

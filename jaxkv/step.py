@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
     from jaxkv.core.types import AnyMesh
+    from jaxkv.table import CacheTable
 
 Path = tuple[int, ...]
 """Path of a layer: indices of nested parts of the cache, and the number of the layer in a part."""
@@ -62,7 +63,7 @@ class Step(Partitioned):
     llama.cpp: `llama_memory_context_i`, which the graph of a model reads.
     """
 
-    table: Any  # a `CacheTable`; code for one kind uses its fields
+    table: CacheTable
     buffers: PyTree
     ubatch: Ubatch
     is_stale: Bool[Array, " R"]

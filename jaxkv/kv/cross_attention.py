@@ -17,7 +17,7 @@ from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.table import CellTable
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec, mask_unchanged_targets
-from jaxkv.table import EditCheck, join_checks
+from jaxkv.table import CacheTable, EditCheck, join_checks
 from jaxkv.ubatch import CrossAttentionSlots, Ubatch
 
 if TYPE_CHECKING:
@@ -136,6 +136,6 @@ class CrossAttentionTable(CellTable):
         return not isinstance(ubatch.slots, CrossAttentionSlots)
 
 
-def as_source_table(table: CellTable) -> CrossAttentionTable:
+def as_source_table(table: CacheTable) -> CrossAttentionTable:
     """Convert a `CellTable` to a `CrossAttentionTable`."""
     return CrossAttentionTable(**field_values(table))

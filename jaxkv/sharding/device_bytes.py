@@ -196,12 +196,12 @@ def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRu
     """If the placement fills the devices unevenly, return a message with a better placement."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     # Sources have no other placement, and a single cell is not split.
-    is_fixed = part.table.spec.is_cross_attention or not isinstance(part.table, Cells)
-    if is_fixed or part.table.num_cells == 1 or part.table.shards % devices == 0:
+    table = part.table
+    if table.spec.is_cross_attention or not isinstance(table, Cells):
         return []
-    placement = part.table.placement
-    if placement == "striped":
-        placement = f"striped:{part.table.shards}"
+    if table.num_cells == 1 or table.shards % devices == 0:
+        return []
+    placement = f"striped:{table.shards}" if table.placement == "striped" else table.placement
     return [
         f"placement={placement!r} fills the devices unevenly that split cells by "
         f"{', '.join(axes)}; take placement='striped:{devices}'"
