@@ -18,7 +18,7 @@ from models.costs import abstract_mesh, costs_of, kind_of
 from models.errors import ModelError
 from models.errors import brief as reason
 from models.meshes import RULES
-from models.model import load_shapes, on_mesh
+from models.model import load_shapes, on_mesh, tensor_problems
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
@@ -127,7 +127,7 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
 def of_checkpoint(path: Path) -> dict[str, Any]:
     """Return the description of a checkpoint; raise `ModelError` if the model cannot be run.
 
-    In a Hugging Face folder, only `config.json` is necessary.
+    In a Hugging Face folder, only `config.json` is necessary. The values of tensors are not read.
     """
     model = on_mesh(load_shapes(path), abstract_mesh({"data": 1}), RULES)
     checkpoint = model.checkpoint
@@ -143,6 +143,7 @@ def of_checkpoint(path: Path) -> dict[str, Any]:
         "architecture": checkpoint.architecture,
         "weights": model.size,
         "longest": longest,
+        "tensors": tensor_problems(path) or None,
         "vocabulary": None if tokenizer is None else tokenizer.size,
         "template": tokenizer is not None and tokenizer.render is not None,
         "parts": [
@@ -158,6 +159,8 @@ def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{found['file']}: {found['architecture']}, {found['weights'] / 1e6:,.1f}M weights"
     if longest is not None:
         yield f"texts: at most {plural(longest, 'token')}"
+    if found["tensors"] is not None:
+        yield f"tensors: {found['tensors']}"
     if vocabulary is None:
         yield "tokenizer: none, so prompts are token ids"
     else:

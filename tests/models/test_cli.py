@@ -37,7 +37,7 @@ from tests.helpers.parametrize import in_lanes
 from tests.helpers.steps import settle
 from tests.models.command_line import CONFIG, DATA, objects, transcript
 from tests.models.speaking import said, tiny
-from tests.models.tiny_files import tiny_tensors, write_gguf
+from tests.models.tiny_files import tiny_tensors, write_folder, write_gguf
 from tests.snapshot.saved import with_numbers
 
 
@@ -99,6 +99,8 @@ def test_command_line_prints_recorded(name, command, files, monkeypatch):
         write_snapshots(files)
         tensors = {name: one for name, one in tiny_tensors().items() if not name.endswith(".bias")}
         write_gguf(files / "tiny.gguf", tensors)
+        del tensors["model.norm.weight"]
+        write_folder(files / "damaged", tensors)
     path = DATA / "cli" / f"{name}.txt"
     recorded = path.read_text()
     found = transcript(recorded, command)
