@@ -9,6 +9,10 @@ class ModelError(Exception):
     """Error for a model that cannot be loaded or run; the message also says how to fix it."""
 
 
+class NoTokenizerError(ModelError):
+    """Error for a model whose files contain no tokenizer."""
+
+
 def brief(error: Exception) -> str:
     """Return the first line of an exception's message, at most 200 characters."""
     text = f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -15,7 +15,7 @@ from models.chat.saved import conversations_in, fingerprint_text, kept_tokens
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
 from models.costs import abstract_mesh, costs_of, kind_of
-from models.errors import ModelError
+from models.errors import ModelError, NoTokenizerError
 from models.errors import brief as reason
 from models.meshes import RULES
 from models.model import load_shapes, on_mesh, tensor_problems
@@ -133,10 +133,11 @@ def of_checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = model.checkpoint
     longest = checkpoint.config.get("max_position_embeddings")
     costs = costs_of(model, sequences=1, streams=1, cells=1)
+    tokenizer = damage = None
     try:
         tokenizer = model.tokenizer
-    except ModelError:
-        tokenizer = None
+    except ModelError as error:
+        damage = None if isinstance(error, NoTokenizerError) else str(error)
     return {
         "file": str(path),
         "is": "checkpoint",
@@ -145,6 +146,7 @@ def of_checkpoint(path: Path) -> dict[str, Any]:
         "longest": longest,
         "tensors": tensor_problems(path) or None,
         "vocabulary": None if tokenizer is None else tokenizer.size,
+        "tokenizer": damage,
         "template": tokenizer is not None and tokenizer.render is not None,
         "parts": [
             {"kind": part.kind, "layers": part.layers, "bytes": part.each, "unit": part.unit}
@@ -161,7 +163,9 @@ def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"texts: at most {plural(longest, 'token')}"
     if found["tensors"] is not None:
         yield f"tensors: {found['tensors']}"
-    if vocabulary is None:
+    if found["tokenizer"] is not None:
+        yield f"tokenizer: cannot be read: {found['tokenizer']}"
+    elif vocabulary is None:
         yield "tokenizer: none, so prompts are token ids"
     else:
         which = "with a chat template" if found["template"] else "without a chat template"

@@ -100,7 +100,7 @@ def test_command_line_prints_recorded(name, command, files, monkeypatch):
         tensors = {name: one for name, one in tiny_tensors().items() if not name.endswith(".bias")}
         write_gguf(files / "tiny.gguf", tensors)
         del tensors["model.norm.weight"]
-        write_folder(files / "damaged", tensors)
+        write_folder(files / "damaged", tensors, tokenizer=[])
     path = DATA / "cli" / f"{name}.txt"
     recorded = path.read_text()
     found = transcript(recorded, command)
