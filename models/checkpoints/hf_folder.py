@@ -40,7 +40,8 @@ def open_folder(folder: Path, *, weights: bool = True, values: bool = True) -> C
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
     base = "backbone." if config["model_type"] == "mamba2" else "model."
-    tensors = _tensors(folder, base, packed=bool(packing)) if weights else {}
+    name = top.get("transformers_weights")
+    tensors = _tensors(folder, base, name, packed=bool(packing)) if weights else {}
     if not values:
         tensors = {name: replace(tensor, read=None) for name, tensor in tensors.items()}
     if weights:
@@ -87,19 +88,20 @@ def _end_tokens(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def _tensors(folder: Path, base: str, *, packed: bool) -> dict[str, Tensor]:
+def _tensors(folder: Path, base: str, file: Any, *, packed: bool) -> dict[str, Tensor]:
     """Return the tensors of a folder.
 
     Args:
       folder: path of the folder.
       base: beginning of the names of all tensors but the head.
+      file: `transformers_weights` of the config.
       packed: if True, MXFP4 tensors are unpacked.
     """
     from safetensors import safe_open
 
     tensors: dict[str, Tensor] = {}
     place_of: dict[str, str] = {}
-    for shard, names in _shards(folder):
+    for shard, names in _shards(folder, file):
         try:
             # The reader stays open: it maps the file, so only tensors that are read use memory.
             reader = safe_open(shard, framework="numpy")
@@ -132,12 +134,19 @@ def _tensors(folder: Path, base: str, *, packed: bool) -> dict[str, Tensor]:
     return mxfp4.unpacked(tensors, str(folder)) if packed else tensors
 
 
-def _shards(folder: Path) -> list[tuple[Path, set[str]]]:
+def _shards(folder: Path, file: Any) -> list[tuple[Path, set[str]]]:
     """Return the path of each file with tensors, and the tensor names that the index lists for it.
 
-    A file `model.safetensors` is the only one that is read. Otherwise the index lists the files, or
-    all files are read.
+    The given file, or else a file `model.safetensors`, is the only one that is read. Otherwise the
+    index lists the files, or all files are read.
     """
+    if file is not None:
+        if file not in [path.name for path in folder.glob("*.safetensors")]:
+            where = str(folder / "config.json")
+            raise refusal(
+                file, "a *.safetensors file in the same folder", "transformers_weights", where
+            )
+        return [(folder / file, set())]
     if (folder / "model.safetensors").is_file():
         return [(folder / "model.safetensors", set())]
     path = folder / "model.safetensors.index.json"
