@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
     from jaxkv.core.types import AnyMesh
-    from jaxkv.table import CacheTable
 
 Path = tuple[int, ...]
 """Path of a layer: indices of nested parts of the cache, and the number of the layer in a part."""
@@ -63,7 +62,7 @@ class Step(Partitioned):
     llama.cpp: `llama_memory_context_i`, which the graph of a model reads.
     """
 
-    table: CacheTable
+    table: Any  # a `CacheTable`; layer functions use the fields of one kind
     buffers: PyTree
     ubatch: Ubatch
     is_stale: Bool[Array, " R"]

@@ -1,11 +1,16 @@
 """The exception of this package."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 
 class ModelError(Exception):
     """Error for a model that cannot be loaded or run; the message also says how to fix it."""
+
+
+class NoTokenizerError(ModelError):
+    """Error for a model whose files contain no tokenizer."""
 
 
 def brief(error: Exception) -> str:
@@ -19,6 +24,11 @@ def brief_json(value: Any) -> str:
     """Return a value as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def few(names: Sequence[str]) -> str:
+    """Return up to three names as a text, with dots in place of the others."""
+    return ", ".join([*names[:3], *["..."] * (len(names) > 3)])
 
 
 def unsupported(key: str, expected: str, value: Any, source: str) -> ModelError:

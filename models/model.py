@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv.core.partitioning import ShardingRules
 from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.left_out import left_out
 from models.checkpoints.open import open_checkpoint
 from models.checkpoints.tensor import Tensor
-from models.errors import ModelError, brief
+from models.errors import ModelError, brief, few
 from models.families import (
     deepseek,
     falcon_h1,
@@ -224,8 +225,12 @@ def load(
     checkpoint = open_checkpoint(name_or_path)
     model = _with_shapes(checkpoint, dtype, cache_dtype, implementation)
     sources = model.family.weights_of(checkpoint, model.config)
-    checkpoint.check_all_asked()
-    _check_shapes(checkpoint, model.params, sources)
+    if problems := _problems(checkpoint, model.params, sources):
+        raise ModelError(
+            f"{checkpoint.source}: expected the tensors of a {checkpoint.architecture!r} model "
+            f"with its config, got {problems}; it is damaged or not supported, so download it "
+            "again or give another model."
+        )
     if mesh is not None:
         model = on_mesh(model, mesh, rules)
     return replace(model, params=_read(model.params, sources, progress), rules=rules)
@@ -389,17 +394,40 @@ def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype:
         )
 
 
-def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
-    """Raise `ModelError` if the shape of a tensor in a file differs from the shape in the model."""
+def tensor_problems(name_or_path: str | os.PathLike) -> str:
+    """Describe the tensors or files because of which `load` raises; "" if there are none.
 
-    def check(path: Any, expected: jax.ShapeDtypeStruct, source: Tensor) -> None:
-        if source.shape != expected.shape:
-            raise ModelError(
-                f"{checkpoint.source}: expected {name_of(path)} of shape {expected.shape}, as in "
-                f"its config, got {source.shape}; give the config of the same model."
-            )
+    The values of tensors are not read.
+    """
+    try:
+        checkpoint = open_checkpoint(name_or_path, values=False)
+    except ModelError as error:
+        return str(error)
+    family, config = family_of(checkpoint)
+    _, shapes = functional(family, config, jnp.float32)
+    return _problems(checkpoint, shapes, family.weights_of(checkpoint, config))
 
-    jax.tree_util.tree_map_with_path(check, shapes, sources)
+
+def _problems(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
+    """Count and name the missing, unused and misshapen tensors; "" if there are none."""
+    tensors, asked = checkpoint.tensors, checkpoint.asked
+    missing = sorted(map(checkpoint.stored_name, asked - tensors.keys()))
+    unused = [
+        stored
+        for name, tensor in tensors.items()
+        if name not in asked and not left_out(name, tensors, checkpoint.config)
+        for stored in tensor.stored
+    ]
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(sources), strict=True)
+    misshapen = [
+        f"{few(source.stored)} for weights of shape {expected.shape}"
+        for expected, source in pairs
+        if source.stored and source.shape != expected.shape
+    ]
+    found = {"missing": missing, "unused": unused}
+    lines = [f"{len(names)} {kind} ({few(names)})" for kind, names in found.items() if names]
+    lines += [f"{len(misshapen)} of another shape (first: {one})" for one in misshapen[:1]]
+    return ", ".join(lines)
 
 
 def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None) -> Any:

@@ -237,4 +237,4 @@ print(result.prefix_hit, tokenizer.decode(result.tokens).rstrip())
 #   stores the list.
 # - Use `models.load("gemma3")`, with windows: `cache.can_resume` returns where a sequence can
 #   continue.
-# - In your own loop, use `fork`, `store` and `evict` of a `PrefixStore`, see `docs/prefixes.md`.
+# - In your own loop, use `fork`, `store` and `evict` of a `PrefixStore` (`docs/howto/serving.md`).

@@ -346,12 +346,14 @@ def tried(verb: Callable[[Trial], str], trial: Trial) -> str:
 
 
 def matrix() -> str:
-    """Try every verb on every kind and draw the table in Markdown."""
+    """Try every verb on every kind and draw the table in Markdown; equal rows are one row."""
     trials = {name: Trial(*column) for name, column in columns().items()}
-    lines = ["| | " + " | ".join(trials) + " |", "|---" * (len(trials) + 1) + "|"]
+    names: dict[tuple[str, ...], list[str]] = {}
     for name, verb in ROWS.items():
-        answers = [tried(verb, trial) for trial in trials.values()]
-        lines.append(f"| {name} | " + " | ".join(answers) + " |")
+        names.setdefault(tuple(tried(verb, trial) for trial in trials.values()), []).append(name)
+    lines = ["| | " + " | ".join(trials) + " |", "|---" * (len(trials) + 1) + "|"]
+    for answers, same in names.items():
+        lines.append(f"| {'; '.join(same)} | " + " | ".join(answers) + " |")
     return "\n".join(lines)
 
 

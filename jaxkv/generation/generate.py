@@ -157,7 +157,7 @@ def generate(
     # `run_plan` reuses the trace.
     args = params, cache.table, cache.buffers, plan.ubatches[0]
     *_, logits = jax.eval_shape(compiled_step(forward), *args)
-    _check_vocabulary(logits.shape[1], np.concatenate(lists), "prompts")
+    _check_vocabulary(logits.shape[1], np.concatenate(lists), "the tokens of prompts")
     _check_vocabulary(logits.shape[1], check_stop_tokens(stop_tokens, count), "stop_tokens")
     cache, by_ubatch = run_plan(forward, params, cache, plan, donate=is_own_cache)
     logits = plan.gather_outputs(by_ubatch)

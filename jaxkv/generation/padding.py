@@ -71,7 +71,7 @@ def pad_prompts(
 ) -> Int32[Array | np.ndarray, "Z m"]:
     """Return the last `max_length` tokens of each prompt as an array, padded in front with -1."""
     if is_rows(prompts):
-        rows = check_int32(prompts, "prompts")
+        rows = check_int32(prompts, "the tokens of prompts")
     else:
         lists = check_token_lists(prompts, "prompts", allow_empty=True)
         longest = max(map(len, lists), default=0)

@@ -44,7 +44,7 @@ def prefill(
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      plan: The plan of the batch, if `init_batch` was already called.
+      plan: The plan of the batch, if `init_batch` was already called, for example with `split_by`.
       donate: If True, reuse the buffers of the input cache, which become invalid; the table stays
         valid. By default, the buffers are copied once. Inside of `jit`, `donate` has no effect;
         donate the arguments of the jitted function instead.

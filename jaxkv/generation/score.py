@@ -293,4 +293,4 @@ def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "Z n"]:
         lists = check_token_lists(texts, name)
         width = max(map(len, lists))
         texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])
-    return check_int32(texts, name)
+    return check_int32(texts, f"the tokens of {name}")

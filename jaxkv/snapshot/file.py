@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -237,7 +238,7 @@ def _parse_description(
         entries = {name: description[name] for name in _REQUIRED}["arrays"]
         for entry in entries.values():
             bytes.fromhex(entry["sha256"])
-            jax.dtypes.canonicalize_dtype(jnp.dtype(entry["dtype"]))
+            jax.dtypes.canonicalize_dtype(jnp.dtype(str(entry["dtype"])))  # None is float64
             for size in entry["shape"]:
                 check_count(size, "a size of an array", low=0)
         return description, {
@@ -249,8 +250,13 @@ def _parse_description(
 
 
 def raise_no_cache(error: Exception) -> NoReturn:
-    """Raise the ValueError for a description that does not describe a cache."""
-    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    """Raise the ValueError for a description that does not describe a cache.
+
+    The message contains the message of `error` if jaxkv raised it, but none of Python and NumPy.
+    """
+    cause = " ".join(str(error).split())
+    if not re.fullmatch("expected .* got .*; .*", cause):
+        cause = "a key is missing or unknown, or a value has another type"
     raise ValueError(
         f"expected a snapshot that describes a cache, got one that does not ({shorten(cause)}); it "
         "was not written by jaxkv.snapshot"

@@ -11,7 +11,6 @@ from functools import cached_property
 import numpy as np
 
 from models.checkpoints.config import Config
-from models.checkpoints.left_out import left_out
 from models.checkpoints.tensor import Tensor
 from models.errors import ModelError
 from models.text.tokenizer import Tokenizer
@@ -28,7 +27,8 @@ class Checkpoint:
     end_tokens: ids of the tokens that end a text, as declared in the files.
     named_ends: whether tokens with names such as "<|im_end|>" end a text too, as in llama.cpp.
     load_tokenizer: builds the tokenizer; raises `ModelError` if the files contain no tokenizer.
-    asked: names of the tensors that were requested.
+    stored_name: converts a Hugging Face name to the name in the file.
+    asked: Hugging Face names of the tensors that the model has.
     """
 
     source: str
@@ -38,6 +38,7 @@ class Checkpoint:
     end_tokens: frozenset[int]
     load_tokenizer: Callable[[], Tokenizer]
     named_ends: bool = False
+    stored_name: Callable[[str], str] = str
     asked: set[str] = field(default_factory=set)
 
     def __repr__(self) -> str:
@@ -60,27 +61,12 @@ class Checkpoint:
         Raises:
           ModelError: If the checkpoint has no tensor of this name.
         """
-        return self.unread(name).read()
-
-    def unread(self, name: str) -> Tensor:
-        """Return a tensor without reading the values; raise `ModelError` if the name is unknown."""
         if name not in self.tensors:
             raise ModelError(
-                f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
-                "names() lists them."
+                f"{self.source}: expected one of its {len(self.tensors)} tensors, got {name!r}; "
+                "give another name."
             )
-        self.asked.add(name)
-        return self.tensors[name]
-
-    def check_all_asked(self) -> None:
-        """Raise `ModelError` if a tensor was not requested, although it has an effect on logits."""
-        for name, tensor in self.tensors.items():
-            if name not in self.asked and not left_out(name, self.tensors, self.config):
-                raise ModelError(
-                    f"{self.source}: expected tensors that a {self.architecture!r} model reads, "
-                    f"got {name} of shape {tensor.shape}; its effect is not computed, so give "
-                    "another model."
-                )
+        return self.tensors[name].read()
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer, which is built at the first call."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.config import Config
 from models.checkpoints.hugging_face import read_config, read_tokenizer
 from models.checkpoints.tensor import Tensor, check_numbers
-from models.errors import ModelError, brief
+from models.errors import ModelError, brief, few
 from models.json_file import read_json
 from models.kinds import TOKEN, check, either, refusal, several
 
@@ -24,10 +25,11 @@ _BARE = re.compile(r"(embed_tokens|embeddings|embedding_norm|final_layernorm|lay
 _EMBEDDINGS = ("model.embed_tokens.weight", "backbone.embeddings.weight", "shared.weight")
 
 
-def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
+def open_folder(folder: Path, *, weights: bool = True, values: bool = True) -> Checkpoint:
     """Open a Hugging Face folder; tensors are read on demand.
 
-    If `weights` is False, the checkpoint has no tensors.
+    If `weights` is False, the checkpoint has no tensors. If `values` is False, only the shapes of
+    tensors are read.
     """
     config = read_config(folder)
     top = read_json(folder / "config.json")
@@ -38,7 +40,10 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
     base = "backbone." if config["model_type"] == "mamba2" else "model."
-    tensors = _tensors(folder, base, packed=bool(packing)) if weights else {}
+    name = top.get("transformers_weights")
+    tensors = _tensors(folder, base, name, packed=bool(packing)) if weights else {}
+    if not values:
+        tensors = {name: replace(tensor, read=None) for name, tensor in tensors.items()}
     if weights:
         tied = _is_tied(tensors, config)
     else:  # for T5, `tie_word_embeddings` is always true
@@ -83,19 +88,20 @@ def _end_tokens(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def _tensors(folder: Path, base: str, *, packed: bool) -> dict[str, Tensor]:
+def _tensors(folder: Path, base: str, file: Any, *, packed: bool) -> dict[str, Tensor]:
     """Return the tensors of a folder.
 
     Args:
       folder: path of the folder.
       base: beginning of the names of all tensors but the head.
+      file: `transformers_weights` of the config.
       packed: if True, MXFP4 tensors are unpacked.
     """
     from safetensors import safe_open
 
     tensors: dict[str, Tensor] = {}
-    shard_of: dict[str, str] = {}
-    for shard, names in _shards(folder):
+    place_of: dict[str, str] = {}
+    for shard, names in _shards(folder, file):
         try:
             # The reader stays open: it maps the file, so only tensors that are read use memory.
             reader = safe_open(shard, framework="numpy")
@@ -105,21 +111,22 @@ def _tensors(folder: Path, base: str, *, packed: bool) -> dict[str, Tensor]:
             raise ModelError(
                 f"{shard} cannot be read as safetensors ({brief(error)}); download it again."
             ) from error
-        for name in names - set(stored):
+        if absent := sorted(names - set(stored)):
             raise ModelError(
-                f"{folder} lists {name} in its index, but {shard.name} does not contain it; "
+                f"{folder} lists {few(absent)} in its index, which {shard.name} does not contain; "
                 "download it again."
             )
         for name, shape in zip(stored, shapes, strict=True):
             plain = _plain(name, base)
             if plain in tensors:
                 raise ModelError(
-                    f"{folder}: expected one tensor {plain}, got two, in {shard_of[plain]} and "
-                    f"{shard.name}; remove the one that is not part of the model."
+                    f"{folder}: expected one tensor {plain}, got two, {place_of[plain]} and "
+                    f"{name} in {shard.name}; remove the one that is not part of the model."
                 )
-            shard_of[plain] = shard.name
+            place_of[plain] = f"{name} in {shard.name}"
             tensors[plain] = Tensor(
                 shape=shape,
+                stored=(f"{name} {shape}",),
                 read=partial(
                     _read, reader, name, shard, packed=packed and name.endswith(mxfp4.ENDINGS)
                 ),
@@ -127,12 +134,19 @@ def _tensors(folder: Path, base: str, *, packed: bool) -> dict[str, Tensor]:
     return mxfp4.unpacked(tensors, str(folder)) if packed else tensors
 
 
-def _shards(folder: Path) -> list[tuple[Path, set[str]]]:
+def _shards(folder: Path, file: Any) -> list[tuple[Path, set[str]]]:
     """Return the path of each file with tensors, and the tensor names that the index lists for it.
 
-    A file `model.safetensors` is the only one that is read. Otherwise the index lists the files, or
-    all files are read.
+    The given file, or else a file `model.safetensors`, is the only one that is read. Otherwise the
+    index lists the files, or all files are read.
     """
+    if file is not None:
+        if file not in [path.name for path in folder.glob("*.safetensors")]:
+            where = str(folder / "config.json")
+            raise refusal(
+                file, "a *.safetensors file in the same folder", "transformers_weights", where
+            )
+        return [(folder / file, set())]
     if (folder / "model.safetensors").is_file():
         return [(folder / "model.safetensors", set())]
     path = folder / "model.safetensors.index.json"
@@ -150,12 +164,11 @@ def _shards(folder: Path) -> list[tuple[Path, set[str]]]:
         if not isinstance(file, str) or Path(file).name != file:
             raise refusal(file, "names of files in the same folder", "weight_map", str(path))
         names.setdefault(file, set()).add(name)
-    for file in names:
-        if not (folder / file).is_file():
-            raise ModelError(
-                f"{folder} lists {file} in its index but does not contain it; download the missing "
-                "shard."
-            )
+    if absent := sorted(file for file in names if not (folder / file).is_file()):
+        raise ModelError(
+            f"{folder} lists {few(absent)} in its index, but does not contain them; download the "
+            "missing shards."
+        )
     return [(folder / file, names[file]) for file in sorted(names)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from models.checkpoints.config import Config
 from models.checkpoints.ranges import LAYERS
-from models.errors import ModelError, brief
+from models.errors import ModelError, NoTokenizerError, brief
 from models.json_file import read_json
 from models.kinds import check, whole
 
@@ -157,10 +157,16 @@ def read_tokenizer(folder: Path) -> Any:
 
     Raises `ModelError` if the folder has no tokenizer, or `transformers` cannot read it.
     """
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise ModelError(
+    files = [folder / name for name in _VOCABULARIES if (folder / name).is_file()]
+    if not files:
+        raise NoTokenizerError(
             f"{folder} has no {' or '.join(_VOCABULARIES)}; write one with save_pretrained of a "
             "tokenizer."
         )
-    with transformers_of(str(folder)) as transformers:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        with transformers_of(f"{files[0]} or tokenizer_config.json") as transformers:
+            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ModelError:
+        for path in sorted(folder.glob("*token*.json")):
+            read_json(path)  # raises for the file that is not JSON
+        raise

@@ -26,7 +26,8 @@ _REPEATS = {
 def left_out(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool:
     """Return whether the tensor with this Hugging Face name has no effect on logits."""
     if config["model_type"] == "t5" and (name == _T5 or name in _REPEATS):
-        return name == _T5 or tensors[name].repeats(tensors[_REPEATS[name]])
+        whole = tensors.get(_REPEATS.get(name, ""))
+        return name == _T5 or (whole is not None and tensors[name].repeats(whole))
     if config["model_type"] == "qwen3_next" and name.startswith("mtp."):  # predicts further tokens
         return True
     if name == "lm_head.weight":  # repeats the embedding

@@ -49,8 +49,8 @@ def unpacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
         if scales is None or len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16):
             raise ModelError(
                 f"{source}: expected {plain}_scales of shape [a, b, c] for {name} of shape "
-                f"[a, b, c, 16], got {scales and scales.shape} and {blocks.shape}; download it "
-                "again."
+                f"[a, b, c, 16], got {scales and scales.stored[0]} and {blocks.stored[0]}; "
+                "download it again."
             )
         out[plain] = _unpacked(blocks, scales)
     return out
@@ -66,7 +66,8 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
             out[expert] = unpack(*pair)
         return out.swapaxes(1, 2)
 
-    return Tensor(shape=(experts, 32 * count, rows), read=read)
+    shape = experts, 32 * count, rows
+    return Tensor(shape=shape, read=read, stored=blocks.stored + scales.stored)
 
 
 def check_bytes(values: np.ndarray, name: str, source: str) -> np.ndarray:

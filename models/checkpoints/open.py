@@ -11,7 +11,7 @@ from models.errors import ModelError, brief
 
 
 def open_checkpoint(
-    name_or_path: str | os.PathLike | None = None, *, weights: bool = True
+    name_or_path: str | os.PathLike | None = None, *, weights: bool = True, values: bool = True
 ) -> Checkpoint:
     """Open a model by name or path; tensors are read on demand.
 
@@ -27,6 +27,7 @@ def open_checkpoint(
       name_or_path: name or path of the model, as listed above.
       weights: if False, the tensors of a folder are not opened. A folder then needs only
         `config.json`, and for a hub id only `config.json` is downloaded.
+      values: if False, the tensors of a folder have shapes only.
 
     Raises:
       ModelError: If the model does not exist, or the format is not supported.
@@ -36,7 +37,7 @@ def open_checkpoint(
     if path.is_dir():
         from models.checkpoints.hf_folder import open_folder
 
-        return open_folder(path, weights=weights)
+        return open_folder(path, weights=weights, values=values)
     from models.checkpoints.gguf.file import open_gguf
 
     return open_gguf(path)

@@ -1,7 +1,7 @@
 """Tensors in files, which are read on demand."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,45 +10,53 @@ from models.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor in a file: the shape, and a function that reads the values at each call."""
+    """A tensor in a file.
+
+    read: function that reads the values at each call; None if only shapes are read.
+    stored: name and shape of each tensor of the file that is a part of it, for messages; empty if
+      the file lacks a part.
+    """
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    read: Callable[[], np.ndarray] | None
+    stored: tuple[str, ...]
 
     def map(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
         """Return the tensor with values rearranged by the function `turn`.
 
-        Raises a ValueError or IndexError if the function does not accept the shape.
+        If the function does not accept the shape, the result has no dimensions.
         """
         stand_in = np.broadcast_to(np.float32(0), self.shape)  # a view of one number
-        return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
+        try:
+            shape = turn(stand_in).shape
+        except (LookupError, ValueError):
+            shape = ()
+        return replace(self, shape=shape, read=lambda: turn(self.read()))
 
     def repeats(self, other: "Tensor") -> bool:
-        """Return whether two tensors have the same shape and values; reads both."""
-        return self.shape == other.shape and np.array_equal(self.read(), other.read())
+        """Return whether two tensors have the same shape and, if they are read, the same values."""
+        same = self.shape == other.shape
+        return same and (self.read is None or np.array_equal(self.read(), other.read()))
 
     def cut(self, parts: int) -> "Tensor":
-        """Split the first dimension into two dimensions `[parts, n]`.
-
-        Raises a ValueError if its length is not a multiple of `parts`.
-        """
+        """Split the first dimension into two dimensions `[parts, n]`, see `map`."""
         return self.map(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 
 def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenate tensors along `axis`; raise a ValueError if other dimensions differ."""
+    """Concatenate tensors along `axis`; the result has no dimensions if other dimensions differ."""
     if len(tensors) == 1:
         return tensors[0]
     shapes = [list(tensor.shape) for tensor in tensors]
-    if any(not -len(shape) <= axis < len(shape) for shape in shapes):
-        raise ValueError(f"shapes {shapes} have no dimension {axis}")
-    length = sum(shape.pop(axis) for shape in shapes)
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"shapes {[tensor.shape for tensor in tensors]} differ")
-    shapes[0].insert(axis % len(tensors[0].shape), length)
+    lengths = [shape.pop(axis) for shape in shapes if -len(shape) <= axis < len(shape)]
+    if len(lengths) == len(shapes) and all(shape == shapes[0] for shape in shapes):
+        shapes[0].insert(axis % len(tensors[0].shape), sum(lengths))
+    else:
+        shapes[0] = []
     return Tensor(
         shape=tuple(shapes[0]),
         read=lambda: np.concatenate([tensor.read() for tensor in tensors], axis),
+        stored=tuple(name for tensor in tensors for name in tensor.stored),
     )
 
 

@@ -15,10 +15,10 @@ from models.chat.saved import conversations_in, fingerprint_text, kept_tokens
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
 from models.costs import abstract_mesh, costs_of, kind_of
-from models.errors import ModelError
+from models.errors import ModelError, NoTokenizerError
 from models.errors import brief as reason
 from models.meshes import RULES
-from models.model import load_shapes, on_mesh
+from models.model import load_shapes, on_mesh, tensor_problems
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
@@ -127,23 +127,26 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
 def of_checkpoint(path: Path) -> dict[str, Any]:
     """Return the description of a checkpoint; raise `ModelError` if the model cannot be run.
 
-    In a Hugging Face folder, only `config.json` is necessary.
+    In a Hugging Face folder, only `config.json` is necessary. The values of tensors are not read.
     """
     model = on_mesh(load_shapes(path), abstract_mesh({"data": 1}), RULES)
     checkpoint = model.checkpoint
     longest = checkpoint.config.get("max_position_embeddings")
     costs = costs_of(model, sequences=1, streams=1, cells=1)
+    tokenizer = damage = None
     try:
         tokenizer = model.tokenizer
-    except ModelError:
-        tokenizer = None
+    except ModelError as error:
+        damage = None if isinstance(error, NoTokenizerError) else str(error)
     return {
         "file": str(path),
         "is": "checkpoint",
         "architecture": checkpoint.architecture,
         "weights": model.size,
         "longest": longest,
+        "tensors": tensor_problems(path) or None,
         "vocabulary": None if tokenizer is None else tokenizer.size,
+        "tokenizer": damage,
         "template": tokenizer is not None and tokenizer.render is not None,
         "parts": [
             {"kind": part.kind, "layers": part.layers, "bytes": part.each, "unit": part.unit}
@@ -158,7 +161,11 @@ def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{found['file']}: {found['architecture']}, {found['weights'] / 1e6:,.1f}M weights"
     if longest is not None:
         yield f"texts: at most {plural(longest, 'token')}"
-    if vocabulary is None:
+    if found["tensors"] is not None:
+        yield f"tensors: {found['tensors']}"
+    if found["tokenizer"] is not None:
+        yield f"tokenizer: cannot be read: {found['tokenizer']}"
+    elif vocabulary is None:
         yield "tokenizer: none, so prompts are token ids"
     else:
         which = "with a chat template" if found["template"] else "without a chat template"

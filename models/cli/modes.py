@@ -11,7 +11,7 @@ import jaxkv
 from jaxkv.generation.filters import make_sampler
 from models.cli.arguments import InputError
 from models.cli.report import (
-    note_early,
+    note_ends,
     note_interrupted,
     note_summary,
     print_json,
@@ -86,7 +86,7 @@ def continue_prompts(job: Job) -> int:
             print_json(prompt, text)
     elif made.interrupted:
         note("")  # the interrupted text has no line end
-    note_early(made.texts, f"{made.used} of {made.cells} cells are used and ")
+    note_ends(job.model, made.texts, f"{made.used} of {made.cells} cells are used and ")
     parts = [f"prompt: {rate(made.prompt_tokens, made.prompt_seconds)}"]
     if made.decoded:
         parts.append(f"generation: {rate(made.decoded, made.decode_seconds)}")
@@ -133,7 +133,7 @@ def serve_file(job: Job) -> int:
     done = sum(text.finish != "interrupted" for text in texts)
     if interrupted:
         note_interrupted(done, count)
-    note_early(texts)
+    note_ends(job.model, texts)
     read, made = tokens_of(texts)
     parts = [
         f"prompts: {done} of {count}, {plural(read, 'token')}",
@@ -175,7 +175,7 @@ def search_beams(job: Job) -> int:
             note_interrupted(len(found), count)
         compiles = compiled() - warm
     best = [result.texts[0] for result in found]
-    note_early(best)
+    note_ends(job.model, best)
     read, made = tokens_of(best)
     parts = [
         f"prompts: {len(found)} of {count}, "

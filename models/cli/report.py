@@ -18,10 +18,16 @@ def print_json(prompt: str, text: Text, **more: Any) -> None:
     print(json.dumps({"prompt": prompt, **more, **vars(text)}), flush=True)
 
 
-def note_early(texts: Sequence[Text], used: str = "") -> None:
+def longest_of(model: Model) -> float:
+    """Return the number of tokens of the longest text of a model; infinity if it is unknown."""
+    return model.checkpoint.config.get("max_position_embeddings", math.inf)
+
+
+def note_ends(model: Model, texts: Sequence[Text], used: str = "") -> None:
     """For each cause, print the number of texts that the cache or the logits ended.
 
-    `used` is a clause about the used cells.
+    Also print the number of texts that are too long for the model. `used` is a clause about the
+    used cells.
     """
     causes = {
         "full": (f"the cache is full: {used}", "give more --cells"),
@@ -32,6 +38,11 @@ def note_early(texts: Sequence[Text], used: str = "") -> None:
         early = sum(text.finish == finish for text in texts)
         if early:
             note(f"note: {cause}{plural(early, 'text')} ended early; {remedy}")
+    longest = longest_of(model)
+    late = sum(len(text.prompt_tokens) + len(text.tokens) > longest for text in texts)
+    if late:
+        which = f"the longest text of the model has {longest:,} tokens"
+        note(f"note: {which}: {plural(late, 'text')} ended later; give fewer --max-tokens")
 
 
 def note_interrupted(done: int, count: int) -> None:

@@ -15,7 +15,7 @@ from models.chat.saved import load, save
 from models.chat.speaker import Speaker
 from models.cli.interrupts import defer_interrupts
 from models.cli.prompts import warn_of_control
-from models.cli.report import rate
+from models.cli.report import longest_of, rate
 from models.cli.screen import brief, megabytes, note, plain, plural, progress, put
 
 
@@ -75,6 +75,9 @@ class Talk:
             removed = plural(self.chat.spent.removed_tokens, "token")
             note(f"note: the cache was full: {removed} of the oldest turns were removed")
         self.note_finish(self.chat.now.turns[-1])
+        length, longest = self.chat.num_cached, longest_of(self.speaker.model)
+        if length > longest:
+            note(f"note: {length:,} tokens; the longest text of the model has {longest:,}")
 
     def note_finish(self, turn: Turn) -> None:
         """Print the reason why an answer ended, unless it ended with a stop token."""

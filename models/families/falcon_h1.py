@@ -150,7 +150,7 @@ def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
 
 
 def _times(tensor: Tensor, factor: float | np.ndarray) -> Tensor:
-    return Tensor(shape=tensor.shape, read=lambda: tensor.read().astype(np.float32) * factor)
+    return replace(tensor, read=lambda: tensor.read().astype(np.float32) * factor)
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:

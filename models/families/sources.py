@@ -7,7 +7,6 @@ import numpy as np
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.tensor import Tensor, join
-from models.errors import ModelError
 
 
 class Sources:
@@ -26,18 +25,16 @@ class Sources:
         """Concatenate tensors along an axis, then rearrange the result by the function `turn`.
 
         If a number `parts` is given, the first dimension of each tensor becomes `[parts, n]` before
-        concatenation. Raises `ModelError` if a tensor is missing, or has a shape that does not fit.
+        concatenation. If a tensor is missing, or the shapes do not fit, the result has no
+        dimensions, unlike all parameters.
         """
-        tensors = [self.checkpoint.unread(name) for name in names]
-        try:
-            joined = join([tensor.cut(parts) for tensor in tensors] if parts else tensors, axis)
-            return joined if turn is None else joined.map(turn)
-        except (LookupError, ValueError) as error:
-            shapes = ", ".join(str(tensor.shape) for tensor in tensors)
-            raise ModelError(
-                f"{self.checkpoint.source}: {' and '.join(names)} of shape {shapes} cannot be "
-                f"joined ({error}); download it again."
-            ) from error
+        self.checkpoint.asked.update(names)
+        found = self.checkpoint.tensors
+        if not all(name in found for name in names):
+            return Tensor(shape=(), read=None, stored=())
+        tensors = [found[name] for name in names]
+        joined = join([tensor.cut(parts) for tensor in tensors] if parts else tensors, axis)
+        return joined if turn is None else joined.map(turn)
 
     def norm(self, name: str) -> dict[str, Tensor]:
         """Return the tensors for an `RMSNorm`."""

@@ -35,7 +35,7 @@ def tokenizer_from_folder(loaded: Any, source: str) -> Tokenizer:
     count = next(i for i in range(len(ids) + 1) if ids[i : i + len(plain)] == plain)
     return from_tokenizers(
         inner,
-        source=source,
+        source=f"{source}/tokenizer.json",
         eos=loaded.eos_token_id,
         prefix=tuple(ids[:count]),
         suffix=tuple(ids[count + len(plain) :]),

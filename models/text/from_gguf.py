@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from models.errors import ModelError, brief
+from models.errors import ModelError, NoTokenizerError, brief
 from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
@@ -79,6 +79,8 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         return get(f"tokenizer.ggml.{key}", default)
 
     kind, tokens = field("model"), field("tokens")
+    if kind is tokens is None:
+        raise NoTokenizerError(f"{source} has no tokenizer; give another model.")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
             f"{source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "

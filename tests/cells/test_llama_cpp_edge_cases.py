@@ -1,7 +1,7 @@
 """Edge cases of llama.cpp's cache, numbered as in `docs/reference/llama_cpp_traps.md`.
 
-That page describes each, and names the files that test the numbers missing here. Cells are drawn by
-index: `1{0,2}` is position 1, owned by sequences 0 and 2, and `.` is empty.
+That page describes each, and names the tests of numbers that no test file mentions. Cells are drawn
+by index: `1{0,2}` is position 1, owned by sequences 0 and 2, and `.` is empty.
 """
 
 import re
@@ -24,20 +24,18 @@ FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
 
 
 def test_traps_page_lists_1_to_97_with_tests_that_exist():
-    """Each row names a test, a file that mentions its number, or a reason."""
+    """Each case has a reason, a test in the last table, or a test file that mentions its number."""
     page = (ROOT / "docs" / "reference" / "llama_cpp_traps.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", page, re.M)
-    assert [int(number) for number, *_ in rows] == [*range(1, 98)]
-    for number, _, tested in rows:
-        files = re.findall(r"`(tests/[\w/]+\.py)`", tested)
-        assert files or tested.startswith("Cannot happen: "), number
-        for file, names in re.findall(r"`(tests/[\w/]+\.py)`((?:,? `test_\w+`)*)", tested):
-            text = (ROOT / file).read_text()
-            for name in re.findall(r"test_\w+", names):
-                assert f"def {name}(" in text, f"trap {number}: no {name} in {file}"
-            runs = re.findall(r"[Tt]raps?[ _]([\d_, and]+)", text)
-            numbers = {int(one) for one in re.findall(r"\d+", " ".join(runs))}
-            assert names or int(number) in numbers, f"trap {number} is not named in {file}"
+    cases = dict(re.findall(r"^(\d+)\. (.+(?:\n {4}.+)*)", page, re.M))
+    assert [*map(int, cases)] == [*range(1, 98)]
+    tested = {int(number) for number, text in cases.items() if "(Cannot happen:" in text}
+    for file, test, numbers in re.findall(r"^\| `(.+)`, `(test_\w+)` \| (.+) \|$", page, re.M):
+        assert f"def {test}(" in (ROOT / file).read_text(), f"no {test} in {file}"
+        tested |= {*map(int, numbers.split(", "))}
+    for file in (ROOT / "tests").rglob("*.py"):
+        mentions = re.findall(r"[Tt]raps?[ _]([\d_, and]+)", file.read_text())
+        tested |= {*map(int, re.findall(r"\d+", " ".join(mentions)))}
+    assert tested == {*range(1, 98)}
 
 
 EDITS = [

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import re
 import sys
 import tracemalloc
 
@@ -13,8 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
+from models.checkpoints import hf_folder
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
+from models.model import tensor_problems
 from tests.models import tiny_files
 from tests.models.tiny_files import (
     CONFIG,
@@ -92,6 +95,9 @@ def test_folder_shards_are_one_checkpoint(tmp_path):
     held = open_checkpoint(folder)
     assert all(same(held.tensor(name), array) for name, array in tensors.items())
     del held
+    more = where | dict.fromkeys("dabc", "part-0.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": more}))
+    refused(folder, r"lists a, b, c, \.\.\. in its index, which part-0\.safetensors does not")
     (folder / "part-1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lists part-1\.safetensors in its index"):
         open_checkpoint(folder)
@@ -187,7 +193,7 @@ HEADS_OF["t5_tied"] = ("encoder.embed_tokens.weight", "shared.weight")
 
 
 @pytest.mark.parametrize("name", HEADS_OF)
-def test_tensor_that_repeats_the_embedding_is_left_out(tmp_path, name):
+def test_tensor_that_repeats_the_embedding_is_left_out(tmp_path, name, monkeypatch):
     extra, embedding = HEADS_OF[name]
     tensors = load_file(DATA / name / "model.safetensors")
     save_file(
@@ -195,6 +201,8 @@ def test_tensor_that_repeats_the_embedding_is_left_out(tmp_path, name):
         tiny_files.config_at(tmp_path, name) / "model.safetensors",
     )
     assert models.load(tmp_path).size == models.load(DATA / name).size
+    monkeypatch.setattr(hf_folder, "_read", lambda *args, **options: pytest.fail("values"))
+    assert tensor_problems(tmp_path) == ""
 
 
 UP = "model.layers.1.mlp.up_proj"
@@ -210,12 +218,44 @@ WHOLE = (f"{UP}.weight", "model.norm.weight")
 )
 def test_tensor_that_is_not_read_or_has_no_scale_is_refused(tmp_path, write, names):
     tensors = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
-    unread = [({name: np.ones(4, np.float32)}, r"reads, got .* of shape \(4,\)") for name in names]
+    unread = [({name: np.ones(4, np.float32)}, rf"1 unused \({name} \(4,\)\)") for name in names]
     ints = [{name: np.ones_like(tensors[name], np.int8)} for name in WHOLE]
     ints = [(more, "expected floating-point numbers in .*, got int8") for more in ints]
     for more, message in unread + ints:
         with pytest.raises(ModelError, match=message):
             models.load(write(tmp_path / "tiny.gguf", tensors | more))
+
+
+@pytest.mark.parametrize(
+    ("write", "up", "norm", "qkv"),
+    [
+        (write_folder, *WHOLE, [f"model.layers.1.self_attn.{one}_proj.weight" for one in "qkv"]),
+        (
+            write_gguf,
+            *("blk.1.ffn_up.weight", "output_norm.weight"),
+            [f"blk.1.attn_{one}.weight" for one in "qkv"],
+        ),
+    ],
+)
+def test_load_counts_tensors_and_names_them_as_the_file_does(tmp_path, write, up, norm, qkv):
+    tensors = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
+    extra = {f"blk.{i}.more": np.ones(4, np.float32) for i in range(4)}
+    rest = {name: x for name, x in tensors.items() if name not in WHOLE}
+    short = {name: x for name, x in tensors.items() if ".1.self_attn.q_proj" not in name}
+    missing, unused = f"2 missing ({up}, {norm})", "4 unused (blk.0.more (4,), blk.1.more (4,), "
+    unused += "blk.2.more (4,), ...)"
+    q, k, v = qkv
+    bent = f"{q} (20, 32), {k} (16, 32), {v} (16, 32) for weights of shape (2, 32, 32)"
+    for found, problems in [
+        (tensors, ""),
+        (rest | extra, f"{missing}, {unused}"),
+        (short | {q: np.ones((20, 32), np.float32)}, f"1 of another shape (first: {bent})"),
+    ]:
+        path = write(tmp_path / "tiny.gguf", found)
+        assert tensor_problems(path) == problems
+        for message in [problems] if problems else []:
+            with pytest.raises(ModelError, match=re.escape(f"with its config, got {message}; it")):
+                models.load(path)
 
 
 def refused(name, message):
@@ -242,11 +282,9 @@ def test_open_checkpoint_refused_files_raise(tmp_path):
     refused(broken, "cannot be read as safetensors")
     (broken / "config.json").write_text("{")
     refused(broken, "is not JSON")
-    odd = {"blk.0.ffn_gate_inp.weight": np.ones((2, HIDDEN), np.float32)}
-    refused(write_gguf(tmp_path / "moe.gguf", odd), "ffn_gate_inp.*mixture")
     refused(write_gguf(tmp_path / "bert.gguf", {}, arch="bert"), "qwen3.*, got 'bert'")
     whole = write_gguf(tmp_path / "whole.gguf", tiny_tensors())
-    with pytest.raises(ModelError, match=r"has no tensor 'model\.nothing'"):
+    with pytest.raises(ModelError, match=r"one of its 25 tensors, got 'model\.nothing'"):
         open_checkpoint(whole).tensor("model.nothing")
     ends = write_gguf(tmp_path / "ends.gguf", {}, fields={"tokenizer.ggml.add_eos_token": True})
     with pytest.raises(ModelError, match="expected tokenizer.ggml.add_eos_token false, got true"):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import get_args
 
 import jax
@@ -37,7 +38,7 @@ from tests.helpers.parametrize import in_lanes
 from tests.helpers.steps import settle
 from tests.models.command_line import CONFIG, DATA, objects, transcript
 from tests.models.speaking import said, tiny
-from tests.models.tiny_files import tiny_tensors, write_gguf
+from tests.models.tiny_files import tiny_tensors, write_folder, write_gguf
 from tests.snapshot.saved import with_numbers
 
 
@@ -99,6 +100,8 @@ def test_command_line_prints_recorded(name, command, files, monkeypatch):
         write_snapshots(files)
         tensors = {name: one for name, one in tiny_tensors().items() if not name.endswith(".bias")}
         write_gguf(files / "tiny.gguf", tensors)
+        del tensors["model.norm.weight"]
+        write_folder(files / "damaged", tensors, tokenizer=[])
     path = DATA / "cli" / f"{name}.txt"
     recorded = path.read_text()
     found = transcript(recorded, command)
@@ -191,6 +194,29 @@ def test_generate_without_a_next_token_notes_it_once(
     assert status == 0 and {tuple(one["tokens"]) for one in objects(out)} == {()}
     (line,) = [line for line in err.splitlines() if line.startswith("note: ")]
     assert cause in line and f"{len(objects(out))} text" in line
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("line", "longer"),
+    [
+        ("generate --max-tokens 4 once", "7 tokens: 1 text ended later"),
+        ("generate --max-tokens 4 once --beams 2", "7 tokens: 1 text ended later"),
+        ("generate --max-tokens 1 --file prompts.txt", "7 tokens: 2 texts ended later"),
+        ("chat --max-tokens 5 --cells 96 --ubatch-size 32", "note: 12 tokens; the longest text"),
+    ],
+)
+def test_text_beyond_the_longest_of_the_model_is_noted_once(
+    command, files, letters_model, monkeypatch, line, longer
+):
+    model, checkpoint = copy.copy(letters_model), letters_model.checkpoint
+    config = checkpoint.config.updated(max_position_embeddings=7)
+    vars(model)["checkpoint"] = replace(checkpoint, config=config)
+    monkeypatch.setattr("models.cli.generate.load", lambda *args, **options: model)
+    status, _, err = command(*line.split(), "--temperature", 0, stdin="one\n")
+    assert status == 0
+    (said,) = [said for said in err.splitlines() if "longest text of the model has" in said]
+    assert longer in said
 
 
 @pytest.mark.nightly

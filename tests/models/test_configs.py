@@ -53,7 +53,8 @@ def test_load_shapes_of_published_config_of_another_family_raises(tmp_path):
 def test_load_weights_of_another_size_raises(tmp_path):
     data = (DATA / "qwen2" / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(models.ModelError, match=r"blocks\.0\.feed\.down\.weight"):
+    down = r"model\.layers\.0\.mlp\.down_proj\.weight \(32, 48\) for weights of shape \(32, 40\)"
+    with pytest.raises(models.ModelError, match=rf"4 of another shape \(first: {down}\)"):
         models.load(config_at(tmp_path, "qwen2", intermediate_size=40))
 
 

@@ -32,11 +32,13 @@ ONCE_WRONG = {
 }
 ONCE_WRONG_TENSORS = [
     "llama: biases of q, k, v",
+    "files: transformers_weights",
     "idefics3: names of model.text_model, tied True",
     "llama: names of nothing, no head, tied",
     "llama: no model.norm.weight",
     "llama: tied False, no head",
     "llama: tied True, head",
+    "t5: tied True, encoder.embed_tokens alone",
 ]
 
 
@@ -47,6 +49,9 @@ LOADED = {
     # Folders whose names are unambiguous, although transformers does not find them.
     "files: index without metadata",
     "files: shards, no index",
+    "files: model.fp16 alone",
+    "files: consolidated alone",
+    "files: another name alone",
     "llama: all names of language_model",
 }
 """Folders that load although transformers raises, or fills tensors with random numbers."""

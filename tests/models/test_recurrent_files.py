@@ -105,6 +105,9 @@ def test_load_gguf_recurrent_model_equals_folder(tmp_path, name):
     folder = models.load(DATA / name)
     file = models.load(write_gguf(tmp_path / "tiny.gguf", folder.checkpoint))
     assert file.family is folder.family
+    for one, tensor in file.checkpoint.tensors.items():
+        stored = file.checkpoint.stored_name(one).replace("_shexp", "")
+        assert tensor.stored[0].replace("_shexp", "").startswith(f"{stored} (")
     wanted, found = (dataclasses.asdict(model.config) for model in (folder, file))
     for sizes in (wanted, found):  # numbers rounded to float32 in the file
         sizes["eps"] = np.float32(sizes["eps"])

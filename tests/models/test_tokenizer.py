@@ -291,15 +291,19 @@ def test_tokenizer_refused_files_raise(tmp_path):
         return open_checkpoint(write_gguf(tmp_path / f"{fields.get('model')}.gguf", fields))
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    broken = write_folder(tmp_path / "broken")
-    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    broken = [write_folder(tmp_path / name) for name in ("cut", "odd", "settings")]
+    for name, text in (("cut", "{"), ("odd", "{}"), ("settings", "{}")):
+        (tmp_path / name / "tokenizer.json").write_text(text)
+    (tmp_path / "settings" / "tokenizer_config.json").write_text("[")
     for held, message in [
         (file(model="bert", tokens=["a"]), "tokenizer of kind .*, got 'bert'"),
         (file(model="gpt2", pre="odd", tokens=["a"]), r"qwen2.*, got 'odd'"),
-        (file(), "tokenizer of kind .*, got None"),
+        (file(), r"None\.gguf has no tokenizer"),
         (write_folder(tmp_path / "bare"), r"no tokenizer\.json"),
-        (broken, "cannot be read"),
-        (write_folder(tmp_path / "words", words), "decoder, got none"),
+        (broken[0], r"/cut/tokenizer\.json is not JSON"),
+        (broken[1], r"/odd/tokenizer\.json or tokenizer_config\.json cannot be read"),
+        (broken[2], r"/settings/tokenizer_config\.json is not JSON"),
+        (write_folder(tmp_path / "words", words), r"/words/tokenizer\.json: .*decoder, got none"),
     ]:
         with pytest.raises(ModelError, match=message):
             held.tokenizer()

@@ -244,8 +244,16 @@ def test_load_of_content_that_no_cache_has_raises():
     cache, data = of_each_kind()
     for changes, message in json.loads((DATA / "snapshots_refused.json").read_text()):
         for load in (snapshot.load, partial(snapshot.load, into=cache)):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=message) as caught:
                 load(resigned(data, changes))
+            assert of_jaxkv(caught.value), changes
+
+
+def of_jaxkv(error):
+    """Whether a message is a sentence of jaxkv, and so is the cause in it."""
+    *_, cause = str(error).partition(" describes a cache, got one that does not (")
+    causes = "a key is missing or unknown, or a value has another type|expected .*; .*"
+    return not cause or re.fullmatch(rf"({causes})\); it was not written by jaxkv.snapshot", cause)
 
 
 def redescribed(data, change):
@@ -281,15 +289,15 @@ def test_load_of_description_without_a_key_raises():
     changes += [without("arrays", entry, key) for key in ("dtype", "shape", "sha256")]
     changes += [lambda said: said | {"arrays": [1]}, lambda said: [said]]
 
-    def with_long_dtype(said):
-        said["arrays"][entry]["dtype"] = "9" * 5000
-        return said
+    def with_dtype(dtype):
+        return lambda said: said["arrays"][entry].update(dtype=dtype) or said
 
-    changes.append(with_long_dtype)
+    changes += [with_dtype(dtype) for dtype in ("9" * 5000, None, [1])]
     for change in changes:
         for load in (snapshot.load, snapshot.inspect, partial(snapshot.load, into=cache)):
-            with pytest.raises(ValueError, match="expected a snapshot that describes a cache, got"):
+            with pytest.raises(ValueError, match="that describes a cache, got") as caught:
                 load(redescribed(data, change))
+            assert of_jaxkv(caught.value)
     snapshot.load(redescribed(data, without("notes")))  # older files have no notes
 
 
@@ -411,7 +419,7 @@ def test_load_of_changed_description_raises_or_is_saved_alike(seeds):
         try:
             loaded = snapshot.load(there)
         except ValueError as error:
-            assert re.fullmatch("expected .* got .*", str(error)), seed
+            assert re.fullmatch("expected .* got .*", str(error)) and of_jaxkv(error), seed
             assert len(str(error)) < 1000, seed
             refused += 1
             continue

@@ -10,7 +10,7 @@ Three properties of tensors are converted, in addition to those in `recurrent.py
 """
 
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ def open_gguf(path: Path) -> Checkpoint:
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
         factors = check_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
-    by_name = _plain_names(path, arch, stored)
+    # The suffix tells an unknown name from the name of a Hugging Face tensor.
+    by_name = {_plain(name, arch) or f"{name}.unknown": tensor for name, tensor in stored.items()}
     shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
     values = config_from_gguf(arch, get, shapes, factors) | {"model_type": _FAMILIES[arch]}
     config = Config(values, str(path))
@@ -119,6 +120,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors=tensors,
         end_tokens=frozenset(end for end in ends if end is not None),
         load_tokenizer=load_tokenizer,
+        stored_name=partial(_stored_name, arch),
         named_ends=True,
     )
 
@@ -141,16 +143,6 @@ def _reader(path: Path) -> Reader:
     return reader
 
 
-def _plain_names(path: Path, arch: str, stored: dict) -> dict[str, Any]:
-    by_name = {_plain(name, arch): tensor for name, tensor in stored.items()}
-    if None in by_name:
-        raise ModelError(
-            f"{path}: expected tensors of a supported {arch} model, got {by_name[None].name!r}, of "
-            "a mixture of experts perhaps; give another model."
-        )
-    return by_name
-
-
 def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(int(length) for length in reversed(tensor.shape))  # in C order
 
@@ -158,18 +150,13 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Tensor:
     """Return a tensor that is converted to Hugging Face's form at each read."""
     part = name.split(".")[-2]
-    shape = _shape(tensor)
-    rows = None
+    shape, heads = _shape(tensor), None
+    stored = f"{tensor.name} {shape}"
     if arch in ("llama", "granitehybrid") and part in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
-        if shape[0] % (2 * heads):
-            raise ModelError(
-                f"{source}: expected a multiple of {2 * heads} rows ({heads} heads of even size) "
-                f"in {tensor.name}, got {shape[0]}; download it again."
-            )
-        rows = _halves(shape[0], heads)
+        shape = shape if shape[0] % (2 * heads) == 0 else ()  # the size of a head is even
     less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
-    return Tensor(shape=shape, read=partial(_read, tensor, rows, less, source))
+    return Tensor(shape=shape, read=partial(_read, tensor, heads, less, source), stored=(stored,))
 
 
 def _plain(name: str, arch: str) -> str | None:
@@ -181,14 +168,27 @@ def _plain(name: str, arch: str) -> str | None:
     if found is None:
         return (_WHOLE | _WHOLE_IN.get(arch, {})).get(name)
     layer, part = found.groups()
-    if arch in CONVERTERS:
-        plain = CONVERTERS[arch].LAYER[arch].get(part)
-    else:
-        stem, _, ending = part.partition(".")
-        plain = (_GEMMA_LAYER if arch == "gemma3" else _LAYER).get(stem)
-        plain = f"{plain}.{ending}" if plain and ending in ("weight", "bias") else None
+    plain = _layer_names(arch).get(part)
     layers = "backbone.layers" if arch == "mamba2" else "model.layers"
     return plain and f"{layers}.{layer}.{plain}"
+
+
+def _stored_name(arch: str, plain: str) -> str:
+    """Return the name in the file of the tensor with a Hugging Face name; of halves, the first."""
+    layer = re.search(r"\d+", plain) or [0]
+    names = [f"blk.{layer[0]}.{part}" for part in _layer_names(arch)]
+    names += [*_WHOLE, *_WHOLE_IN.get(arch, {})]
+    return next((x for x in names if _plain(x, arch) in (plain, f"{plain}.gate")), plain)
+
+
+@cache
+def _layer_names(arch: str) -> dict[str, str]:
+    """Return the Hugging Face name of each tensor of a layer, without the layer's number."""
+    if arch in CONVERTERS:
+        return CONVERTERS[arch].LAYER[arch]
+    names = _GEMMA_LAYER if arch == "gemma3" else _LAYER
+    ends = "weight", "bias"
+    return {f"{name}.{end}": f"{plain}.{end}" for name, plain in names.items() for end in ends}
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:
@@ -196,24 +196,24 @@ def _halves(rows: int, heads: int) -> np.ndarray:
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _read(tensor: Any, rows: np.ndarray | None, less: float, source: str) -> np.ndarray:
+def _read(tensor: Any, heads: int | None, less: float, source: str) -> np.ndarray:
     raw, kind = np.asarray(tensor.data), Kind(tensor.tensor_type)  # a view of the file map
     if kind == Kind.BF16:
         raw = raw.view(ml_dtypes.bfloat16)
-    if rows is not None:
-        raw = raw[rows]  # quantised rows can be reordered without unpacking
+    if heads is not None:
+        raw = raw[_halves(len(raw), heads)]  # quantised rows can be reordered without unpacking
     if raw.dtype == np.uint8:
-        raw = _unpack(raw, kind)
+        raw = _unpack(raw, kind, f"{source}: {tensor.name}")
     raw = check_numbers(raw, tensor.name, source)
     return raw - raw.dtype.type(less) if less else raw
 
 
-def _unpack(raw: np.ndarray, kind: Kind) -> np.ndarray:
+def _unpack(raw: np.ndarray, kind: Kind, name: str) -> np.ndarray:
     try:
         first = dequantize(raw[:1] if raw.ndim > 1 else raw, kind)
     except NotImplementedError as error:
         raise ModelError(
-            f"A tensor is packed as {kind.name}, which the gguf package cannot unpack; requantise "
+            f"{name} is packed as {kind.name}, which the gguf package cannot unpack; requantise "
             "the file to a K-quant, Q8_0 or F16."
         ) from error
     if raw.ndim == 1:

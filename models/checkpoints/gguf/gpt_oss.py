@@ -49,7 +49,7 @@ def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
 
     Matrices of experts are transposed. The gate and the up projection of experts are joined to one
     tensor, in which gates and up projections alternate. Raises `ModelError` if a tensor `x.gate`
-    has no second half `x.up`, or a shape is invalid.
+    has no second half `x.up`.
     """
     return convert_tensors(tensors, source, join_halves=_alternating, convert=_transposed)
 

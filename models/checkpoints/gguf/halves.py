@@ -15,20 +15,19 @@ def convert_tensors(
 ) -> dict[str, Tensor]:
     """Join each pair of tensors named `x.gate` and `x.up`, and convert all tensors.
 
-    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`, or a shape is invalid.
+    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`.
     """
     out = {}
     for name, tensor in tensors.items():
         if name.endswith(".up"):
             continue
-        try:
-            if name.endswith(".gate"):
-                name = name.removesuffix(".gate")
-                tensor = join_halves(tensor, tensors[f"{name}.up"])
-            out[name] = convert(name, tensor)
-        except (LookupError, ValueError) as error:
-            raise ModelError(
-                f"{source}: {name} has a wrong shape, {tensor.shape}, or no second half "
-                f"({error}); download it again."
-            ) from error
+        if name.endswith(".gate"):
+            name = name.removesuffix(".gate")
+            if f"{name}.up" not in tensors:
+                raise ModelError(
+                    f"{source}: expected a second half of {tensor.stored[0]}, got none; download "
+                    "it again."
+                )
+            tensor = join_halves(tensor, tensors[f"{name}.up"])
+        out[name] = convert(name, tensor)
     return out

@@ -7,6 +7,7 @@ convolutions have one dimension less. The gate and the up projection of Granite 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ LAYER = {
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Convert GGUF tensors with Hugging Face names to the form of Hugging Face.
 
-    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`, or a shape is invalid.
+    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`.
     """
     return convert_tensors(
         tensors, source, join_halves=_one_above_the_other, convert=_tensor_to_hugging_face
@@ -118,7 +119,7 @@ def _one_above_the_other(gate: Tensor, up: Tensor) -> Tensor:
 def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:
     if name.endswith(".A_log"):
         flat = tensor.map(lambda x: x.reshape(-1))
-        return Tensor(shape=flat.shape, read=lambda: np.log(-flat.read().astype(np.float32)))
+        return replace(flat, read=lambda: np.log(-flat.read().astype(np.float32)))
     if name.endswith((".D", "mixer.norm.weight", "mamba.norm.weight")):
         return tensor.map(lambda x: x.reshape(-1))
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
