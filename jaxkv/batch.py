@@ -154,30 +154,7 @@ def make_batch(
             "texts by a tokenizer"
         )
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
-        if not all(np.ndim(row) == 1 for row in tokens):
-            raise ValueError(
-                "expected tokens as a list or as a list of lists, got both in one; pass a list "
-                "of lists for several sequences"
-            )
-        ids = (
-            np.arange(len(tokens))
-            if sequences is None
-            else np.asarray(_pad_sequence_sets(sequences))
-        )
-        if ids.ndim not in (1, 2) or ids.shape[0] != len(tokens):
-            raise ValueError(
-                f"expected an id, or a list of ids, for each of {len(tokens)} lists of tokens, got "
-                f"{sequences}; pass sequences= of that length"
-            )
-        if empty := [
-            sequence for sequence, row in zip(ids.tolist(), tokens, strict=True) if not len(row)
-        ]:
-            raise ValueError(
-                f"expected a token at least in each list, got none for sequences {empty}; leave "
-                f"them out, and call make_batch with sequences= for the others"
-            )
-        sequences = np.repeat(ids, [len(row) for row in tokens], axis=0)
-        tokens = np.concatenate([check_int32(row, "tokens") for row in tokens])
+        tokens, sequences = _join_lists(tokens, sequences)
     if tokens is not None:
         tokens = check_int32(tokens, "tokens")
         shape = tokens.shape
@@ -193,21 +170,7 @@ def make_batch(
         raise ValueError(
             f"expected tokens as a list [B] or rows [R, T], got the shape {shape}; reshape them"
         )
-    if sequences is None:
-        sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
-    sequences = check_int32(
-        _pad_sequence_sets(sequences) if len(shape) == 1 else _check_row_sequences(sequences),
-        "sequences",
-    )
-    others = None
-    if np.ndim(sequences) == 0:
-        xp = np if is_concrete(sequences) else jnp
-        sequences = xp.full(shape, sequences)
-    elif len(shape) == 2 and sequences.shape == shape[:1]:
-        xp = np if is_concrete(sequences) else jnp
-        sequences = xp.broadcast_to(xp.asarray(sequences)[:, None], shape)
-    elif sequences.shape[:-1] == shape:
-        sequences, others = _split_lowest_sequence(sequences)
+    sequences, others = _sequences_of_tokens(sequences, shape)
     fields = {
         "sequences": sequences,
         "positions": None if positions is None else check_int32(positions, "positions", high=END),
@@ -231,6 +194,43 @@ def make_batch(
     return Batch(
         tokens=tokens, embeddings=embeddings, shared_with=others, extra=extra_arrays, **fields
     )
+
+
+def _join_lists(tokens: Sequence, sequences: PyTree) -> tuple[np.ndarray, np.ndarray]:
+    """Concatenate lists of tokens; also return the sequence, or the sequences, of each token."""
+    if not all(np.ndim(row) == 1 for row in tokens):
+        raise ValueError(
+            "expected tokens as a list or as a list of lists, got both in one; pass a list "
+            "of lists for several sequences"
+        )
+    ids = np.asarray(range(len(tokens)) if sequences is None else _pad_sequence_sets(sequences))
+    if ids.ndim not in (1, 2) or ids.shape[0] != len(tokens):
+        raise ValueError(
+            f"expected an id, or a list of ids, for each of {len(tokens)} lists of tokens, got "
+            f"{sequences}; pass sequences= of that length"
+        )
+    lengths = [len(row) for row in tokens]
+    if empty := ids[np.asarray(lengths) == 0].tolist():
+        raise ValueError(
+            f"expected a token at least in each list, got none for sequences {empty}; leave "
+            f"them out, and call make_batch with sequences= for the others"
+        )
+    joined = np.concatenate([check_int32(row, "tokens") for row in tokens])
+    return joined, np.repeat(ids, lengths, axis=0)
+
+
+def _sequences_of_tokens(sequences: PyTree, shape: tuple[int, ...]) -> tuple[PyTree, PyTree]:
+    """Return the lowest sequence of each token, and the others or None, see `Batch`."""
+    if sequences is None:
+        sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
+    check = _pad_sequence_sets if len(shape) == 1 else _check_row_sequences
+    sequences = check_int32(check(sequences), "sequences")
+    xp = np if is_concrete(sequences) else jnp
+    if np.ndim(sequences) == 0:
+        return xp.full(shape, sequences), None
+    if len(shape) == 2 and sequences.shape == shape[:1]:
+        return xp.broadcast_to(xp.asarray(sequences)[:, None], shape), None
+    return _split_lowest_sequence(sequences) if sequences.shape[:-1] == shape else (sequences, None)
 
 
 def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:

@@ -33,7 +33,7 @@ from jaxkv.plan import PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, ArrayLike, Int32, Integer, Key, PyTree
+    from jaxtyping import Array, ArrayLike, Float, Int32, Integer, Key, PyTree
 
     from jaxkv.generation.types import Prompts, Seeds, StopTokens
 
@@ -145,32 +145,14 @@ def generate(
         raise ValueError(
             f"expected spec= or cache=, got {arguments}; pass the spec of the model's cache"
         )
-
     if (sequences := split(cache)[0].spec.sequences) < count:
         raise ValueError(
             f"expected a cache of {count} sequences, one for each sample of each prompt, got "
             f"{sequences}; make it with sequences={count}"
         )
-    first = range(0, count, num_samples)
-    batch = make_batch(lists, sequences=[*first])
-    plan = init_batch(cache, batch).check()
-    # `run_plan` reuses the trace.
-    args = params, cache.table, cache.buffers, plan.ubatches[0]
-    *_, logits = jax.eval_shape(compiled_step(forward), *args)
-    _check_vocabulary(logits.shape[1], np.concatenate(lists), "the tokens of prompts")
-    _check_vocabulary(logits.shape[1], check_stop_tokens(stop_tokens, count), "stop_tokens")
-    cache, by_ubatch = run_plan(forward, params, cache, plan, donate=is_own_cache)
-    logits = plan.gather_outputs(by_ubatch)
-    if num_samples > 1:
-        parents = np.repeat(first, num_samples)
-        forked = seq_select(cache, parents, np.arange(count), donate=True)
-        if not forked.ok:
-            raise PlanRefusedError(
-                f"expected cells for {num_samples} samples of each prompt, got too few in their "
-                f"streams; make a cache with more cells"
-            )
-        cache = forked.cache
-        logits = take_rows([logits], np.repeat(np.arange(len(lists)), num_samples))
+    cache, logits = _prefill_samples(
+        forward, params, cache, lists, num_samples, stop_tokens, donate=is_own_cache
+    )
     out = init_decode(
         cache,
         logits=logits,
@@ -195,6 +177,38 @@ def generate(
         num_remaining -= size
     _warn_of_early_ends(np.asarray(out.finish_reason))
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
+
+
+def _prefill_samples(
+    forward: Forward,
+    params: PyTree,
+    cache: Cache,
+    prompts: list[np.ndarray],
+    num_samples: int,
+    stop_tokens: StopTokens,
+    *,
+    donate: bool,
+) -> tuple[Cache, Float[Array, "Z V"]]:
+    """Compute each prompt once; return the cache and the logits of all samples."""
+    count = len(prompts) * num_samples
+    first = range(0, count, num_samples)
+    plan = init_batch(cache, make_batch(prompts, sequences=[*first])).check()
+    # `run_plan` reuses the trace.
+    args = params, cache.table, cache.buffers, plan.ubatches[0]
+    *_, logits = jax.eval_shape(compiled_step(forward), *args)
+    _check_vocabulary(logits.shape[1], np.concatenate(prompts), "the tokens of prompts")
+    _check_vocabulary(logits.shape[1], check_stop_tokens(stop_tokens, count), "stop_tokens")
+    cache, by_ubatch = run_plan(forward, params, cache, plan, donate=donate)
+    logits = plan.gather_outputs(by_ubatch)
+    if num_samples == 1:
+        return cache, logits
+    forked = seq_select(cache, np.repeat(first, num_samples), np.arange(count), donate=True)
+    if not forked.ok:
+        raise PlanRefusedError(
+            f"expected cells for {num_samples} samples of each prompt, got too few in their "
+            f"streams; make a cache with more cells"
+        )
+    return forked.cache, take_rows([logits], np.repeat(np.arange(len(prompts)), num_samples))
 
 
 def _check_vocabulary(size: int, tokens: Int32[ArrayLike, "*n"], name: str) -> None:

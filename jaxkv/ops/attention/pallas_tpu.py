@@ -97,9 +97,52 @@ def partial_attention(
     size = min(TILE, cells)
     tiles = -(-cells // size)
     packed_q = group_queries(options.scale_queries(split_into_blocks(q, blocks)), kv_heads)
-    heads = _heads_at_once(packed_q, k, v)
     (k, v), streams, layers = flatten_layers((k, v), live.streams)
     owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
+    numbers = (1, 1, v.shape[3])  # maximum, denominator, weighted values
+    highest, total, out = pl.pallas_call(
+        partial(
+            _kernel,
+            options=options,
+            cells=cells,
+            tiles=tiles,
+            in_lanes=(_has_cells_in_lanes(k), _has_cells_in_lanes(v)),
+        ),
+        grid_spec=_make_grid_spec(
+            packed_q, k, v, owners.shape[1], live.num_active_tiles, layers, numbers
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((*packed_q.shape[:3], n), softmax_dtype(q)) for n in numbers
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="jaxkv_attention",
+    )(
+        live.tiles,
+        streams,
+        query_bounds_in_blocks(visibility, blocks, queries),
+        visibility.position[:, None],
+        owners,
+        packed_q,
+        *(jax.tree.map(partial(_pin_buffers_to_hbm, interpret=interpret), x) for x in (k, v)),
+    )
+    sums = OnlineSoftmax(highest[..., 0], total[..., 0], out)
+    return merge_blocks(sums, live, *visibility.at.shape)  # Blocks without a pair are undefined.
+
+
+def _make_grid_spec(
+    q: Float[Array, "Pb K X D"],
+    k: Stored,
+    v: Stored,
+    words: int,
+    num_active_tiles: jax.Array,
+    layers: int,
+    numbers: tuple[int, ...],
+) -> pltpu.PrefetchScalarGridSpec:
+    """Return the grid, head groups by active tiles, and the block of each argument and output."""
+    kv_heads, cells = k.shape[1:3]
+    heads, size = _heads_at_once(q, k, v), min(TILE, cells)
+    tiles = -(-cells // size)
 
     def make_index_map(where: Callable[..., tuple]) -> Callable[..., tuple]:
         def index_of_grid_step(h: jax.Array, i: jax.Array, pairs: Ref, streams: Ref) -> tuple:
@@ -109,7 +152,7 @@ def partial_attention(
         return index_of_grid_step
 
     def query_block_spec(numbers: int) -> pl.BlockSpec:
-        shape = (1, heads, packed_q.shape[2], numbers)
+        shape = (1, heads, q.shape[2], numbers)
         return pl.BlockSpec(shape, make_index_map(lambda h, block, stream, tile: (block, h, 0, 0)))
 
     def table_block_spec(words: int) -> pl.BlockSpec:
@@ -130,45 +173,19 @@ def partial_attention(
             shape, make_index_map(lambda h, block, stream, tile: (stream, h, tile, 0))
         )
 
-    of_looks = make_index_map(lambda h, block, stream, tile: (block, 0, 0))
-    numbers = (1, 1, v.shape[3])  # maximum, denominator, weighted values
-    highest, total, out = pl.pallas_call(
-        partial(
-            _kernel,
-            options=options,
-            cells=cells,
-            tiles=tiles,
-            in_lanes=(_has_cells_in_lanes(k), _has_cells_in_lanes(v)),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(kv_heads // heads, live.num_active_tiles),
-            in_specs=[
-                pl.BlockSpec((1, packed_q.shape[2], 4), of_looks),
-                table_block_spec(1),
-                table_block_spec(owners.shape[1]),
-                query_block_spec(q.shape[3]),
-                *(jax.tree.map(buffer_block_spec, x) for x in (k, v)),
-            ],
-            out_specs=[query_block_spec(n) for n in numbers],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((*packed_q.shape[:3], n), softmax_dtype(q)) for n in numbers
+    of_bounds = make_index_map(lambda h, block, stream, tile: (block, 0, 0))
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(kv_heads // heads, num_active_tiles),
+        in_specs=[
+            pl.BlockSpec((1, q.shape[2], 4), of_bounds),
+            table_block_spec(1),
+            table_block_spec(words),
+            query_block_spec(q.shape[3]),
+            *(jax.tree.map(buffer_block_spec, x) for x in (k, v)),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
-        name="jaxkv_attention",
-    )(
-        live.tiles,
-        streams,
-        query_bounds_in_blocks(visibility, blocks, queries),
-        visibility.position[:, None],
-        owners,
-        packed_q,
-        *(jax.tree.map(partial(_pin_buffers_to_hbm, interpret=interpret), x) for x in (k, v)),
+        out_specs=[query_block_spec(n) for n in numbers],
     )
-    sums = OnlineSoftmax(highest[..., 0], total[..., 0], out)
-    return merge_blocks(sums, live, *visibility.at.shape)  # Blocks without a pair are undefined.
 
 
 def _kernel(
