@@ -83,13 +83,13 @@ class Window:
 
 
 def num_cells_for_window(
-    window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
+    window: Window, *, ubatch_size: int, max_rollback: int, sequences_per_stream: int
 ) -> int:
     """Return the number of cells that a stream needs for sequences of unlimited length.
 
-    The argument `sharing` is the number of sequences in the stream.
+    The argument `sequences_per_stream` is the number of sequences in the stream.
     """
-    return (window.width + ubatch_size + max_rollback) * sharing
+    return (window.width + ubatch_size + max_rollback) * sequences_per_stream
 
 
 def max_lookback(window: Window) -> int:

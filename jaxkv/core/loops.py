@@ -11,7 +11,9 @@ import jax.numpy as jnp
 X = TypeVar("X")
 
 
-def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
+def differentiable_fori_loop(
+    step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any
+) -> X:
     """Run a step `count` times, as `jax.lax.fori_loop` does, but differentiably in `carry`.
 
     The derivative always runs `limit` steps, so `step` must return the carry unchanged if the index
@@ -19,7 +21,8 @@ def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args
 
     >>> def step(i, x, count):
     ...     return jnp.where(i < count, 2 * x, x)
-    >>> jax.grad(lambda x: repeat(step, jnp.int32(3), 5, x, 3))(1.0).item()
+    >>> loop = differentiable_fori_loop
+    >>> jax.grad(lambda x: loop(step, jnp.int32(3), 5, x, 3))(1.0).item()
     8.0
     """
 

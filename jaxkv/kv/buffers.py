@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import DROP, nbytes, out_of_range_slots
 from jaxkv.core.constants import END
-from jaxkv.core.loops import repeat
+from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import (
     AxisPartition,
     ShardingRules,
@@ -200,7 +200,7 @@ def map_kv(
             return map_arrays(lambda x: x.all, change(split, *args, layer_kv))
 
         layers = buffers.layers
-        return repeat(of_layer, jnp.int32(layers), layers, args[-1], *args[:-1])
+        return differentiable_fori_loop(of_layer, jnp.int32(layers), layers, args[-1], *args[:-1])
 
     of_share = change_layers_in_turn if buffers.stacked else partial(change, split)
     k, v = map_shards(sharding_rules, of_share, in_specs, specs)(*args, (buffers.k, buffers.v))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
-from jaxkv.core.loops import repeat
+from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import (
     AxisPartition,
     first_local_index,
@@ -141,7 +141,7 @@ def _copy_runs(
         i: jax.Array, arrays: PyTree, src: jax.Array, targets: jax.Array, counts: jax.Array
     ) -> PyTree:
         _, _, count = _local_chunk_sizes(split, arrays, counts[i])
-        return repeat(
+        return differentiable_fori_loop(
             copy_chunk, -(-count // size), -(-share // size), arrays, src, targets[i], count
         )
 
@@ -157,7 +157,9 @@ def _copy_runs(
         return map_arrays(copy_array, arrays, split)
 
     num_targets = targets.size
-    return repeat(copy_to_target, jnp.int32(num_targets), num_targets, arrays, src, targets, counts)
+    return differentiable_fori_loop(
+        copy_to_target, jnp.int32(num_targets), num_targets, arrays, src, targets, counts
+    )
 
 
 def select_between_streams(
@@ -236,7 +238,9 @@ def _select_cells(
         return map_arrays(copy_array, arrays, split)
 
     args = source, targets, does, count
-    return repeat(select_chunk, -(-count // size), -(-share // size), arrays, *args)
+    return differentiable_fori_loop(
+        select_chunk, -(-count // size), -(-share // size), arrays, *args
+    )
 
 
 def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxkv.core.array_utils import (
     resolve_range_end,
     search_sorted,
 )
-from jaxkv.core.loops import repeat
+from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import (
     AxisPartition,
     gather_sharded,
@@ -157,7 +157,9 @@ def _copy_planned_cells(
         return map_arrays(copy_array, arrays, split)
 
     steps, limit = -(-ends[-1] // CHUNK), -(-num_copied.size * size // CHUNK)
-    return repeat(copy_chunk, steps, limit, arrays, origin, slots, num_copied, ends)
+    return differentiable_fori_loop(
+        copy_chunk, steps, limit, arrays, origin, slots, num_copied, ends
+    )
 
 
 def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:

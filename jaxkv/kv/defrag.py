@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import DROP, FILL, indices_of_true, search_sorted
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
-from jaxkv.core.loops import repeat
+from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import AxisPartition
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import (
@@ -201,7 +201,7 @@ def _move_keys_and_values(
 
         return map_arrays(move_array, arrays, split)
 
-    return repeat(move_chunk, jnp.max(chunks), -(-size // CHUNK), arrays, plan)
+    return differentiable_fori_loop(move_chunk, jnp.max(chunks), -(-size // CHUNK), arrays, plan)
 
 
 def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -295,10 +295,10 @@ def _write_layer(step: Step, layer_kv: LayerKV, new: tuple[jax.Array, ...]) -> L
         step = mask_step_rows(step, split.streams)
         return _write_local_kv(split, layer_kv, step.ubatch, new)
 
-    of_new = P(row_mesh_axes(step.ubatch, split.streams), None, split.kv_heads)
-    of_held = layer_partition_specs(split, layer_kv)
-    in_specs = step_partition_specs(step, split.streams), of_held, of_new
-    run = map_shards(table.sharding_rules, write_on_shard, in_specs, of_held)
+    new_specs = P(row_mesh_axes(step.ubatch, split.streams), None, split.kv_heads)
+    kv_specs = layer_partition_specs(split, layer_kv)
+    in_specs = step_partition_specs(step, split.streams), kv_specs, new_specs
+    run = map_shards(table.sharding_rules, write_on_shard, in_specs, kv_specs)
     return run(step, layer_kv, new)
 
 
@@ -354,8 +354,8 @@ def _visible_kv(
 
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
-    of_held = layer_partition_specs(split, layer_kv)
-    in_specs = step_partition_specs(step, split.streams), of_held, P(split.streams), P(rows)
+    kv_specs = layer_partition_specs(split, layer_kv)
+    in_specs = step_partition_specs(step, split.streams), kv_specs, P(split.streams), P(rows)
     run = map_shards(table.sharding_rules, read_on_shard, in_specs, out_specs)
     return KVView(*run(step, layer_kv, incomplete, visible_until))
 
@@ -422,19 +422,19 @@ def _attend_layer(
         out = jnp.where(readable[..., None, None], out, jnp.nan)
         return (layer_kv if new else ()), out
 
-    of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
-    of_held = layer_partition_specs(split, layer_kv)
+    new_specs, query_specs = P(rows, None, split.kv_heads), P(rows, None, heads)
+    kv_specs = layer_partition_specs(split, layer_kv)
     in_specs = (
         step_partition_specs(step, split.streams),
-        of_held,
+        kv_specs,
         P(split.streams),
-        of_new,
-        of_queries,
+        new_specs,
+        query_specs,
         P(heads),
         _specs_of_bias(bias, rows, heads, split.cells),
         P(rows),
     )
-    out_specs = (of_held if new else ()), of_queries
+    out_specs = (kv_specs if new else ()), query_specs
     run = map_shards(rules, attend_on_shard, in_specs, out_specs)
     return run(step, layer_kv, incomplete, new, q, options, bias, visible_until)
 

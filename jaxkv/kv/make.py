@@ -57,7 +57,7 @@ def make_attention_cache(
             spec.window,
             ubatch_size=ubatch_size,
             max_rollback=rollback,
-            sharing=sequences // streams,
+            sequences_per_stream=sequences // streams,
         )
         unit = TILE if kind == "tiled" else shards
         window_cells = -(-window_cells // unit) * unit

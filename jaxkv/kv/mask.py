@@ -36,8 +36,8 @@ def visibility_of(
         )
     _, word, bit = locate_owner_bit(cells, ubatch.sequences)
     streams, all_streams = group_rows_by_stream(cells, ubatch)
-    looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
-    bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
+    is_query = ubatch.valid & (ubatch.slots < MAX_CELLS)
+    bit = jnp.where(is_query, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
     # If a list has more tokens than sequences, several tokens of a prompt attend to the same tiles.
     tiled = cells.placement == "tiled" and at.shape[1] <= cells.sequences_per_stream
@@ -65,12 +65,12 @@ def needs_unwritten_tokens(
     if causal and visible_until is None:
         return None
     ubatch, window = step.ubatch, step.table.window
-    looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
+    is_query = ubatch.valid & (ubatch.slots < MAX_CELLS)
     count, ids = ubatch.spec.sequences, ubatch.sequences
     last = jnp.full(count, -1, jnp.int32)
-    last = last.at[jnp.where(looks, ids, count)].max(ubatch.positions, **DROP)
+    last = last.at[jnp.where(is_query, ids, count)].max(ubatch.positions, **DROP)
     ahead = last_seen(window, ubatch.positions, causal=causal, visible_until=visible_until)
-    ahead = looks & (ahead > last.at[ids].get(**FILL, fill_value=-1))
+    ahead = is_query & (ahead > last.at[ids].get(**FILL, fill_value=-1))
     return ahead if visible_until is not None else ahead & ubatch.more
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv.core.array_utils import FILL, divmod_nonnegative, resolve_range_end, search_sorted
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.loops import repeat
+from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import first_local_index
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import (
@@ -291,4 +291,4 @@ def _rotate_keys(
         return tuple(turned)
 
     steps, limit = -(-count[-1] // CHUNK), -(-by.size // CHUNK)
-    return repeat(rotate_chunk, steps, limit, keys, start, by, count), values
+    return differentiable_fori_loop(rotate_chunk, steps, limit, keys, start, by, count), values

@@ -19,7 +19,7 @@ from jaxkv.ops.layer_stack import LayerView
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Num, PyTree
 
-SHARING = 128
+SCALE_GROUP = 128
 """Largest number of dimensions of a head that share a scale."""
 
 
@@ -69,7 +69,7 @@ def scale_groups(size: int) -> list[slice]:
     >>> scale_groups(64), scale_groups(160)
     ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])
     """
-    return [slice(first, min(first + SHARING, size)) for first in range(0, size, SHARING)]
+    return [slice(first, min(first + SCALE_GROUP, size)) for first in range(0, size, SCALE_GROUP)]
 
 
 def has_one_scale(x: Stored) -> bool:
@@ -81,7 +81,7 @@ def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "...
     """Expand scales to one for each element of a head; a single scale is returned unchanged."""
     if scales.shape[-1] == 1:
         return scales
-    return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
+    return jnp.repeat(scales, SCALE_GROUP, axis=-1)[..., :size]
 
 
 def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:

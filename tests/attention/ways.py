@@ -32,7 +32,7 @@ def closing(weigh):
     return attend
 
 
-GPU = pallas_gpu.partial_attention
+GPU = pallas_gpu.attend
 WEIGH = {
     "gpu": dispatch.by_platform(cuda=GPU, default=partial(GPU, interpret=True)),
     "elsewhere": dispatch.attend_by_shapes,  # neither a CPU nor a kernel

@@ -109,13 +109,13 @@ def find_active_tiles(
         mask = mask if visibility.bias is None else _split_visibility(visibility, blocks)
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
     seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
-    live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # active tiles first
+    ordered = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # active tiles first
     streams = jnp.repeat(visibility.streams, blocks, total_repeat_length=lists * blocks)
     ends = jnp.cumsum(jnp.sum(seen, axis=1, dtype=jnp.int32))
-    block, tile = divmod_nonnegative(live, tiles)
+    block, tile = divmod_nonnegative(ordered, tiles)
     first = tile * size
     places = jnp.stack([block, first, jnp.minimum(first, cells - size)], axis=1)
-    return ActiveTiles(mask, sees, streams, live, jnp.pad(ends, (1, 0)), places)
+    return ActiveTiles(mask, sees, streams, ordered, jnp.pad(ends, (1, 0)), places)
 
 
 def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
@@ -149,8 +149,8 @@ def query_bounds_in_blocks(
     visibility: Visibility, blocks: int, queries: int
 ) -> Int32[Array, "Pb X 4"]:
     """Return an array with the four fields of `QueryBounds` for each query of each block."""
-    looks = jnp.stack(query_bounds_of(visibility), axis=-1)
-    return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
+    bounds = jnp.stack(query_bounds_of(visibility), axis=-1)
+    return jnp.tile(split_into_blocks(bounds, blocks), (1, queries, 1))
 
 
 # Support for negative indices, which are not used, would add three instructions to every layer.
@@ -171,12 +171,14 @@ def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array,
     return x.reshape(-1, size, *x.shape[2:])
 
 
-def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
+def merge_blocks(
+    sums: OnlineSoftmax, active: ActiveTiles, lists: int, tokens: int
+) -> OnlineSoftmax:
     """Undo `split_into_blocks` for the partial softmax of P lists, and drop padding tokens."""
     sums = jax.tree.map(
-        lambda x: _merge_array_blocks(x, lists, tokens, live.tokens_per_block), sums
+        lambda x: _merge_array_blocks(x, lists, tokens, active.tokens_per_block), sums
     )
-    return zero_unseen(sums, live.sees.reshape(lists, -1)[:, :tokens])
+    return zero_unseen(sums, active.sees.reshape(lists, -1)[:, :tokens])
 
 
 def _merge_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:

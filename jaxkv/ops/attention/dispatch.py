@@ -81,12 +81,12 @@ def attend_by_shapes(
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes of a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     logit_bytes = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
-    way = (
+    implementation = (
         xla.attend_all_cells
         if logits <= read and logit_bytes <= MAX_LOGIT_BYTES
         else xla_tiles.attend_by_tiles
     )
-    return way(q, k, v, visibility, options)
+    return implementation(q, k, v, visibility, options)
 
 
 def best_for_tpu(
@@ -103,12 +103,12 @@ def best_for_tpu(
     # product for all streams is then faster than the kernel.
     lists, tokens = visibility.at.shape
     small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
-    way = (
+    implementation = (
         attend_by_shapes
         if small or not pallas_tpu.can_attend(q, k, v, visibility)
-        else pallas_tpu.partial_attention
+        else pallas_tpu.attend
     )
-    return way(q, k, v, visibility, options)
+    return implementation(q, k, v, visibility, options)
 
 
 def kernel_for_cuda(
@@ -126,12 +126,10 @@ def kernel_for_cuda(
         return attend_by_shapes(q, k, v, visibility, options)
     from jaxkv.ops.attention import pallas_gpu
 
-    way = (
-        pallas_gpu.partial_attention
-        if pallas_gpu.can_attend(q, k, v, visibility)
-        else attend_by_shapes
+    implementation = (
+        pallas_gpu.attend if pallas_gpu.can_attend(q, k, v, visibility) else attend_by_shapes
     )
-    return way(q, k, v, visibility, options)
+    return implementation(q, k, v, visibility, options)
 
 
 def best_for_cuda(
@@ -142,8 +140,8 @@ def best_for_cuda(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run `kernel_for_cuda` on GPUs named in `HOPPER`; otherwise run `attend_by_shapes`."""
-    way = kernel_for_cuda if _is_hopper() else attend_by_shapes
-    return way(q, k, v, visibility, options)
+    implementation = kernel_for_cuda if _is_hopper() else attend_by_shapes
+    return implementation(q, k, v, visibility, options)
 
 
 def _is_hopper() -> bool:
@@ -171,22 +169,25 @@ def tpu_kernel(
     """Run the TPU kernel; raise a ValueError if it does not support the arrays."""
     from jaxkv.ops.attention import pallas_tpu
 
-    return pallas_tpu.partial_attention(q, k, v, visibility, options, interpret=interpret)
+    return pallas_tpu.attend(q, k, v, visibility, options, interpret=interpret)
 
 
-def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
+def by_platform(**by_name: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
     """Return a function that runs the implementation for the platform of the compiled program."""
 
-    def partial_attention(
+    def attend_on_platform(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
     ) -> OnlineSoftmax:
-        with_options = {name: partial(way, options=options) for name, way in ways.items()}
+        with_options = {
+            name: partial(implementation, options=options)
+            for name, implementation in by_name.items()
+        }
         return jax.lax.platform_dependent(q, k, v, seen, **with_options)
 
-    return partial_attention
+    return attend_on_platform
 
 
-def with_derivatives(**ways: AttentionFn) -> AttentionFn:
+def with_derivatives(**by_name: AttentionFn) -> AttentionFn:
     """Combine implementations, one for each platform, and add derivatives and `vmap`."""
 
     def differentiable_attention(
@@ -197,12 +198,12 @@ def with_derivatives(**ways: AttentionFn) -> AttentionFn:
             q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility, mask)
         )
 
-    return with_derivatives_of(differentiable_attention, fold_vmap(by_platform(**ways)))
+    return with_derivatives_of(differentiable_attention, fold_vmap(by_platform(**by_name)))
 
 
 IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
     None: with_derivatives(
-        cpu=xla_cpu_tiled.attend_by_shapes,
+        cpu=xla_cpu_tiled.attend_on_cpu,
         tpu=best_for_tpu,
         cuda=best_for_cuda,
         default=attend_by_shapes,

@@ -24,7 +24,7 @@ from jaxkv.ops.attention.active_tiles import (
 from jaxkv.ops.attention.softmax import LOWEST, AttentionOptions, OnlineSoftmax, group_queries
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
 from jaxkv.ops.layer_stack import flatten_layers
-from jaxkv.ops.quantised import SHARING, Stored, codes_and_scales, has_one_scale
+from jaxkv.ops.quantised import SCALE_GROUP, Stored, codes_and_scales, has_one_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -98,7 +98,7 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
 
 
-def partial_attention(
+def attend(
     q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
@@ -111,21 +111,21 @@ def partial_attention(
     """Attend to the cells of active tiles; raise a ValueError if `can_attend` returns False."""
     if not can_attend(q, k, v, visibility):
         raise ValueError(
-            f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, heads of at most "
-            f"{LARGEST}, few query heads for each key head, and rules on a mesh for 'pallas', got "
+            f"expected float32, bfloat16 or int8 with heads of at most {SCALE_GROUP}, heads of at "
+            f"most {LARGEST}, few query heads for each key head, and rules on a mesh for 'pallas', got "
             f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}; pass "
             f"implementation=None"
         )
     cut = choose_tiling(q, k, v) if cut is None else cut
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads
-    live = find_active_tiles(visibility, cut.queries // queries, cut.cells)
-    blocks = live.streams.size // visibility.streams.size
+    active = find_active_tiles(visibility, cut.queries // queries, cut.cells)
+    blocks = active.streams.size // visibility.streams.size
     packed_q = group_queries(options.scale_queries(split_into_blocks(q, blocks)), kv_heads)
-    (k, v), streams, layers = flatten_layers((k, v), live.streams)
+    (k, v), streams, layers = flatten_layers((k, v), active.streams)
     arrays = (
-        live.tiles,
-        live.starts,
+        active.tiles,
+        active.starts,
         streams,
         query_bounds_in_blocks(visibility, blocks, queries),
         visibility.position,
@@ -163,7 +163,7 @@ def partial_attention(
             interpret=interpret,
         )
     return merge_blocks(
-        OnlineSoftmax(*sums), live, *visibility.at.shape
+        OnlineSoftmax(*sums), active, *visibility.at.shape
     )  # Blocks without a tile are undefined.
 
 

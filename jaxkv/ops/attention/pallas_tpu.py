@@ -34,7 +34,7 @@ from jaxkv.ops.attention.softmax import (
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
 from jaxkv.ops.head_rows import LANES
 from jaxkv.ops.layer_stack import flatten_layers
-from jaxkv.ops.quantised import SHARING, Stored, codes_and_scales, has_one_scale
+from jaxkv.ops.quantised import SCALE_GROUP, Stored, codes_and_scales, has_one_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -74,7 +74,7 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
 
 
-def partial_attention(
+def attend(
     q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
@@ -86,18 +86,18 @@ def partial_attention(
     """Attend to the cells of active tiles; raise a ValueError if `can_attend` returns False."""
     if not can_attend(q, k, v, visibility):
         raise ValueError(
-            f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, at most {PAIRS} "
-            f"pairs of a token and a cell, and rules on a mesh for 'pallas', got {q.dtype} "
+            f"expected float32, bfloat16 or int8 with heads of at most {SCALE_GROUP}, at most "
+            f"{PAIRS} pairs of a token and a cell, and rules on a mesh for 'pallas', got {q.dtype} "
             f"{q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}; pass implementation=None"
         )
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads
-    live = find_active_tiles(visibility, _max_tokens_per_block(queries))
-    blocks = live.streams.size // visibility.streams.size
+    active = find_active_tiles(visibility, _max_tokens_per_block(queries))
+    blocks = active.streams.size // visibility.streams.size
     size = min(TILE, cells)
     tiles = -(-cells // size)
     packed_q = group_queries(options.scale_queries(split_into_blocks(q, blocks)), kv_heads)
-    (k, v), streams, layers = flatten_layers((k, v), live.streams)
+    (k, v), streams, layers = flatten_layers((k, v), active.streams)
     owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
     numbers = (1, 1, v.shape[3])  # maximum, denominator, weighted values
     highest, total, out = pl.pallas_call(
@@ -109,7 +109,7 @@ def partial_attention(
             in_lanes=(_has_cells_in_lanes(k), _has_cells_in_lanes(v)),
         ),
         grid_spec=_make_grid_spec(
-            packed_q, k, v, owners.shape[1], live.num_active_tiles, layers, numbers
+            packed_q, k, v, owners.shape[1], active.num_active_tiles, layers, numbers
         ),
         out_shape=[
             jax.ShapeDtypeStruct((*packed_q.shape[:3], n), softmax_dtype(q)) for n in numbers
@@ -118,7 +118,7 @@ def partial_attention(
         interpret=interpret,
         name="jaxkv_attention",
     )(
-        live.tiles,
+        active.tiles,
         streams,
         query_bounds_in_blocks(visibility, blocks, queries),
         visibility.position[:, None],
@@ -127,7 +127,7 @@ def partial_attention(
         *(jax.tree.map(partial(_pin_buffers_to_hbm, interpret=interpret), x) for x in (k, v)),
     )
     sums = OnlineSoftmax(highest[..., 0], total[..., 0], out)
-    return merge_blocks(sums, live, *visibility.at.shape)  # Blocks without a pair are undefined.
+    return merge_blocks(sums, active, *visibility.at.shape)  # Blocks without a pair are undefined.
 
 
 def _make_grid_spec(

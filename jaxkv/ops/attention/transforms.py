@@ -26,7 +26,7 @@ def with_derivatives_of(
     # A loop with a data-dependent length has no reverse mode, and the fastest implementation may
     # have slow derivatives.
 
-    def partial_attention(
+    def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
     ) -> OnlineSoftmax:
         # `seen` is an argument and not closed over: for a jitted step inside of `grad`, JAX
@@ -41,7 +41,7 @@ def with_derivatives_of(
 
         return run_forward((q, k, v), seen)
 
-    return partial_attention
+    return differentiable_attention
 
 
 def fold_vmap(implementation: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
@@ -49,7 +49,7 @@ def fold_vmap(implementation: Callable[..., OnlineSoftmax]) -> Callable[..., Onl
     # Otherwise a `cond` would compute both branches, and a loop would run for all caches until the
     # longest loop ends.
 
-    def partial_attention(
+    def batchable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
     ) -> OnlineSoftmax:
         @custom_vmap
@@ -84,4 +84,4 @@ def fold_vmap(implementation: Callable[..., OnlineSoftmax]) -> Callable[..., Onl
 
         return attend_single(q, k, v, visibility)
 
-    return partial_attention
+    return batchable_attention

@@ -48,7 +48,7 @@ MAX_TOKENS_AT_ONCE = 16
 MIN_TOKENS_BY_TILE = 8
 """Smallest number of tokens of a list for which tiles are read singly if logits exceed 8 MB."""
 
-MAX_LOGIT_BYTES = 1 << 23
+MAX_CACHED_LOGIT_BYTES = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 LONG_STREAM = 1 << 17
@@ -67,7 +67,7 @@ CAN_SPLIT_FACTORS = jax.__version_info__ >= (0, 12)
 """Whether `_terms_for` splits factors; before jax 0.12, XLA converts all cells after a write."""
 
 
-def attend_by_shapes(
+def attend_to_streams(
     q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
@@ -84,13 +84,13 @@ def attend_by_shapes(
     mask = compute_mask(visibility)
     if q.shape[0] * tiles <= most:
         return attend_by_mask(q, k, v, mask, options, compute_bias(visibility))
-    live = find_active_tiles(visibility)
+    active = find_active_tiles(visibility)
     # Mask and tiles are arguments, because each layer would compute them again inside a branch.
     sums = jax.lax.cond(
-        live.num_active_tiles < TILE_LOOP_FRACTION * live.tiles.size,
-        lambda q, live, _: add_tiles_one_by_one(q, k, v, live, options, add_cells),
+        active.num_active_tiles < TILE_LOOP_FRACTION * active.tiles.size,
+        lambda q, active, _: add_tiles_one_by_one(q, k, v, active, options, add_cells),
         lambda q, _, mask: attend_packed(q, k, v, mask, options, compute_bias(visibility)),
-        *(group_queries(options.scale_queries(q), k.shape[1]), live, mask),
+        *(group_queries(options.scale_queries(q), k.shape[1]), active, mask),
     )
     return zero_unseen(sums, jnp.any(mask, axis=2))
 
@@ -196,7 +196,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
     several = tokens >= MIN_TOKENS_BY_TILE or (tokens > 1 and k.shape[2] >= LONG_STREAM)
-    return tokens > MAX_TOKENS_AT_ONCE or (several and logits > MAX_LOGIT_BYTES)
+    return tokens > MAX_TOKENS_AT_ONCE or (several and logits > MAX_CACHED_LOGIT_BYTES)
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:

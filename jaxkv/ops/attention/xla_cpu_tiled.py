@@ -1,9 +1,9 @@
 """Attention on CPUs over streams in which sequences reserve tiles of cells.
 
-Small tiles of `Visibility.tile` cells that are visible to only one token are multiplied with the
-queries of this token. Then tiles of `active_tiles.TILE` cells that contain other visible cells are
-multiplied with the queries of all tokens. Each pass masks the cells of the other pass. M is the
-number of small tiles.
+A small tile, of `Visibility.tile` cells, is private if only one token attends to it. Private tiles
+are multiplied with the queries of this token. Then tiles of `active_tiles.TILE` cells that contain
+other visible cells are multiplied with the queries of all tokens. Each pass masks the cells of the
+other pass. M is the number of small tiles.
 """
 
 from __future__ import annotations
@@ -37,40 +37,42 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 
-def attend_by_shapes(
+def attend_on_cpu(
     q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Attend as this module describes, if shapes allow; else run `xla_cpu.attend_by_shapes`."""
+    """Attend as this module describes, if shapes allow; else run `xla_cpu.attend_to_streams`."""
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
-        return xla_cpu.attend_by_shapes(q, k, v, visibility, options)
-    lone_visibility, shared_visibility, sees = split_tiles(visibility, size)
-    lone_tiles = find_active_tiles(lone_visibility)
+        return xla_cpu.attend_to_streams(q, k, v, visibility, options)
+    private_visibility, shared_visibility, sees = split_tiles(visibility, size)
+    private_tiles = find_active_tiles(private_visibility)
     packed_q = group_queries(options.scale_queries(q), k.shape[1])
     narrow = k.dtype.itemsize < 4  # products of single tokens convert cells
     # Keys and values are converted, or copied out of all layers, for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
-    each, mask = partial(add_cells, size), compute_mask(lone_visibility)
+    each, mask = partial(add_cells, size), compute_mask(private_visibility)
 
-    def add_own_tiles_in_turn() -> OnlineSoftmax:
+    def add_private_tiles_one_by_one() -> OnlineSoftmax:
         return add_tiles_one_by_one(
-            packed_q, k, v, lone_tiles, options, each, convert_in_loop=narrow
+            packed_q, k, v, private_tiles, options, each, convert_in_loop=narrow
         )
 
-    def add_own_tiles_at_once() -> OnlineSoftmax:
+    def add_private_tiles_at_once() -> OnlineSoftmax:
         none = empty_softmax(packed_q, v.shape[3])
-        return each(none, packed_q, k, v, mask, options, compute_bias(lone_visibility))
+        return each(none, packed_q, k, v, mask, options, compute_bias(private_visibility))
 
     if piecewise:
-        sums = add_own_tiles_in_turn()
+        sums = add_private_tiles_one_by_one()
     else:
-        few = xla_cpu.TILE_LOOP_FRACTION * lone_tiles.tiles.size
+        few = xla_cpu.TILE_LOOP_FRACTION * private_tiles.tiles.size
         sums = jax.lax.cond(
-            lone_tiles.num_active_tiles < few, add_own_tiles_in_turn, add_own_tiles_at_once
+            private_tiles.num_active_tiles < few,
+            add_private_tiles_one_by_one,
+            add_private_tiles_at_once,
         )
     shared_tiles, add_shared = find_active_tiles(shared_visibility), xla_cpu.choose_add_cells(k)
     sums = add_tiles_one_by_one(
@@ -87,13 +89,13 @@ def split_tiles(
     # The third result is which tokens attend to any cell.
     mask = compute_mask(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
-    alone = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
-    lone_owners, shared_owners = (
-        jnp.where(alone, visibility.owners, 0),
-        jnp.where(alone, 0, visibility.owners),
+    is_private = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
+    private_owners, shared_owners = (
+        jnp.where(is_private, visibility.owners, 0),
+        jnp.where(is_private, 0, visibility.owners),
     )
     return (
-        replace(visibility, owners=lone_owners),
+        replace(visibility, owners=private_owners),
         replace(visibility, owners=shared_owners),
         jnp.any(seen, axis=2),
     )

@@ -46,22 +46,22 @@ def attend_by_tiles(
     convert_in_loop: bool = False,
 ) -> OnlineSoftmax:
     """Attend from each block of tokens to its active tiles; call `add_cells` for each tile."""
-    live = find_active_tiles(visibility)
+    active = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
-        options.scale_queries(split_into_blocks(q, live.streams.size // lists)), k.shape[1]
+        options.scale_queries(split_into_blocks(q, active.streams.size // lists)), k.shape[1]
     )
     sums = add_tiles_one_by_one(
-        packed_q, k, v, live, options, add_cells, convert_in_loop=convert_in_loop
+        packed_q, k, v, active, options, add_cells, convert_in_loop=convert_in_loop
     )
-    return merge_blocks(sums, live, lists, tokens)
+    return merge_blocks(sums, active, lists, tokens)
 
 
 def add_tiles_one_by_one(
     q: Float[Array, "Pb K X D"],
     k: Stored,
     v: Stored,
-    live: ActiveTiles,
+    active: ActiveTiles,
     options: AttentionOptions,
     add_cells: AddCells,
     start: OnlineSoftmax | None = None,
@@ -74,13 +74,13 @@ def add_tiles_one_by_one(
     convert the dtype of each tile in the loop. Otherwise, it may convert all cells before the loop.
     """
     kv_heads, cells = k.shape[1:3]
-    (k, v), streams, _ = flatten_layers((k, v), live.streams)
+    (k, v), streams, _ = flatten_layers((k, v), active.streams)
     size = min(TILE, cells)
 
     def add_tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
         zero = jnp.zeros_like(i)
-        block, tile_start, first = slice_of(live.places, (i, zero), (1, 3))[0]
+        block, tile_start, first = slice_of(active.places, (i, zero), (1, 3))[0]
 
         def slice_tile(x: Stored) -> Stored:
             start = (scalar_at(streams, block), zero, first, zero)
@@ -94,7 +94,7 @@ def add_tiles_one_by_one(
             start = (block, *(zero,) * (x.ndim - 1))
             return jax.lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
-        seen, bias = live.mask_and_bias_of_tile(block, first, size)
+        seen, bias = active.mask_and_bias_of_tile(block, first, size)
         if cells % size:
             seen &= (first + jnp.arange(size) >= tile_start)[None, None]
         more = add_cells(
@@ -110,4 +110,4 @@ def add_tiles_one_by_one(
         return (sums, *(jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)))
 
     start = empty_softmax(q, v.shape[3]) if start is None else start
-    return jax.lax.fori_loop(jnp.int32(0), live.num_active_tiles, add_tile, (start, k, v))[0]
+    return jax.lax.fori_loop(jnp.int32(0), active.num_active_tiles, add_tile, (start, k, v))[0]
