@@ -112,8 +112,8 @@ def attend(
     if not can_attend(q, k, v, visibility):
         raise ValueError(
             f"expected float32, bfloat16 or int8 with heads of at most {SCALE_GROUP}, heads of at "
-            f"most {LARGEST}, few query heads for each key head, and rules on a mesh for 'pallas', got "
-            f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}; pass "
+            f"most {LARGEST}, few query heads for each key head, and rules on a mesh for 'pallas', "
+            f"got {q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}; pass "
             f"implementation=None"
         )
     cut = choose_tiling(q, k, v) if cut is None else cut
