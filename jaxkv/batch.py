@@ -238,7 +238,7 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
         raise TypeError(
             f"expected extra as arrays by name, got {extra!r}; pass a dict of names to arrays"
         )
-    found = {}
+    by_name = {}
     for name, value in extra.items():
         value = to_array(value, f"extra[{name!r}]")
         if not any(
@@ -256,8 +256,8 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
                 f"expected extra[{name!r}] of shape {shape} and any axes after it, got "
                 f"{value.shape}; pass one entry for each token"
             )
-        found[name] = value
-    return found
+        by_name[name] = value
+    return by_name
 
 
 def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:

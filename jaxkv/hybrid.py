@@ -55,10 +55,10 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
-def _combine_admissions(found: list[Admission]) -> Admission:
+def _combine_admissions(admissions: list[Admission]) -> Admission:
     """Return which sequences fit in every part."""
     # All parts admit sequences in the same order: the sequence with the fewest tokens first.
-    fits, fits_in_one_run, remaining = zip(*found, strict=True)
+    fits, fits_in_one_run, remaining = zip(*admissions, strict=True)
     return Admission(
         fits=_all(fits), fits_in_one_run=_all(fits_in_one_run), num_remaining=_smallest(remaining)
     )
@@ -304,13 +304,13 @@ class HybridTable(CacheTable):
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
         """Combine the status of all parts; `missing` is also True if parts differ in `last`."""
-        found = [part.sequence_status(present) for part in self._planned_parts]
-        last = _largest([status.last for status in found])
-        ends_differ = present & _any([status.last != last for status in found])
+        statuses = [part.sequence_status(present) for part in self._planned_parts]
+        last = _largest([status.last for status in statuses])
+        ends_differ = present & _any([status.last != last for status in statuses])
         return SequenceStatus(
             last=last,
-            missing=ends_differ | _any([status.missing for status in found]),
-            pending=_any([status.pending for status in found]),
+            missing=ends_differ | _any([status.missing for status in statuses]),
+            pending=_any([status.pending for status in statuses]),
         )
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:

@@ -303,12 +303,12 @@ def _hatch_cells(ax: Axes, where: np.ndarray) -> None:
 
 def _colour_labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str, str]]:
     """Return each colour with a label that names the first two sequences of this colour."""
-    found: dict[str, list[int]] = {}
+    sequences_by_colour: dict[str, list[int]] = {}
     for seq in sequences:
-        found.setdefault(colour_of(seq), []).append(seq)
+        sequences_by_colour.setdefault(colour_of(seq), []).append(seq)
     return [
         (colour, f"{name} {', '.join(map(str, some[:2]))}" + ", …" * (len(some) > 2))
-        for colour, some in found.items()
+        for colour, some in sequences_by_colour.items()
     ]
 
 

@@ -158,8 +158,8 @@ class Rope:
         _check_above(0, factor=factor, original=original)
         _check_above(low_freq_factor, high_freq_factor=high_freq_factor)
         frequencies = np.asarray(self.frequencies)
-        turns = original * frequencies / (2 * math.pi)
-        fast = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        rotations = original * frequencies / (2 * math.pi)
+        fast = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)
         fast = np.clip(fast, 0.0, 1.0)
         return replace(
             self, frequencies=tuple((frequencies * (fast + (1 - fast) / factor)).tolist())
@@ -206,8 +206,8 @@ class Rope:
         frequencies = np.asarray(self.frequencies)
         pairs = len(frequencies)
 
-        def pair_of(turns: float) -> float:
-            return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+        def pair_of(rotations: float) -> float:
+            return pairs * math.log(original / (rotations * 2 * math.pi)) / math.log(base)
 
         low, high = pair_of(beta_fast), pair_of(beta_slow)
         if truncate:
@@ -270,8 +270,8 @@ def _angles(
     lower = np.array([(f & 0xFFFFFFFF) * 2.0**-64 for f in fractions], np.float32)
     positions = jnp.asarray(positions)[..., None].astype(jnp.int32)
     upper, lower = (x.reshape((1,) * (positions.ndim - 1) + x.shape) for x in (upper, lower))
-    turns = (positions * upper).astype(jnp.float32) * np.float32(2.0**-32)
-    return (turns + positions.astype(jnp.float32) * lower) * np.float32(2 * math.pi)
+    rotations = (positions * upper).astype(jnp.float32) * np.float32(2.0**-32)
+    return (rotations + positions.astype(jnp.float32) * lower) * np.float32(2 * math.pi)
 
 
 _INVERSE_OF_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D3770

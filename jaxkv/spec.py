@@ -109,9 +109,9 @@ def mask_unchanged_targets(
     count = spec.sequences
     is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
     targets = jnp.where(is_known & (parents != ids), ids, count)
-    turn = jnp.arange(ids.size, dtype=jnp.int32)
-    last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, **DROP)
-    counts = last.at[targets].get(**FILL, fill_value=-1) == turn
+    index = jnp.arange(ids.size, dtype=jnp.int32)
+    last = jnp.full(count, -1, jnp.int32).at[targets].max(index, **DROP)
+    counts = last.at[targets].get(**FILL, fill_value=-1) == index
     return jnp.where(is_known, parents, 0), jnp.where(counts, targets, count)
 
 
@@ -138,8 +138,8 @@ def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
     if "kind" in keys:
         keys = ["kind"]
     expected, actual = (
-        ", ".join(f"{key}={found[key]}" for key in keys if key in found)
-        for found in (expected, actual)
+        ", ".join(f"{key}={values[key]}" for key in keys if key in values)
+        for values in (expected, actual)
     )
     raise ValueError(
         f"expected {name} for this cache, {expected}, got one for {actual}; plan again"

@@ -121,8 +121,8 @@ class CrossAttentionSlots(NamedTuple):
 
 def hash_tokens(ubatch: Ubatch) -> UInt32[Array, "R T"]:
     """Return a hash of each token and its position."""
-    found = hash_contents(ubatch.tokens, ubatch.embeddings, ubatch.extra)
-    return chain_hashes(found, ubatch.positions)
+    hashes = hash_contents(ubatch.tokens, ubatch.embeddings, ubatch.extra)
+    return chain_hashes(hashes, ubatch.positions)
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:

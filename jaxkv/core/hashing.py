@@ -54,13 +54,13 @@ def hash_contents(
 ) -> jax.Array:
     """Return a hash of each token or embedding and its additional inputs, `[R, T]` uint32."""
     if tokens is not None:
-        found = mix(tokens.astype(jnp.uint32))
+        hashes = mix(tokens.astype(jnp.uint32))
     else:
         assert embeddings is not None
-        found = _hash_numbers(embeddings)
+        hashes = _hash_numbers(embeddings)
     for name, numbers in sorted((extra or {}).items()):
-        found = chain_hashes(found, jnp.uint32(crc32(name.encode())), _hash_numbers(numbers))
-    return found
+        hashes = chain_hashes(hashes, jnp.uint32(crc32(name.encode())), _hash_numbers(numbers))
+    return hashes
 
 
 def _hash_numbers(numbers: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ class ShardingRules:
         >>> ShardingRules.of([("cache_batch", "data"), ("kv_heads", "tensor"), ("mlp", "fsdp")])
         ShardingRules(streams='data', kv_heads='tensor', cells=None)
         """
-        found: dict[str, Axis] = {}
+        axes_by_field: dict[str, Axis] = {}
         try:
             pairs = [(name, axis) for name, axis in sharding_rules]
         except (TypeError, ValueError):
@@ -87,13 +87,15 @@ class ShardingRules:
             ) from None
         for name, axis in pairs:
             if name in _NAMES:
-                found.setdefault(_NAMES[name], tuple(axis) if isinstance(axis, list) else axis)
-        if not found:
+                axes_by_field.setdefault(
+                    _NAMES[name], tuple(axis) if isinstance(axis, list) else axis
+                )
+        if not axes_by_field:
             names = [name for name, _ in pairs]
             raise ValueError(
                 f"expected a rule for one of {', '.join(_NAMES)}, got {names}; use these names"
             )
-        return cls(**{field.name: found.get(field.name) for field in fields(cls)})
+        return cls(**{field.name: axes_by_field.get(field.name) for field in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes that are the value of a field, as a tuple."""
@@ -116,7 +118,7 @@ class ShardingRules:
         >>> ShardingRules().split(mesh, streams=2, kv_heads=8)
         {'streams': (), 'kv_heads': ('tensor',)}
         """
-        found = {}
+        axes_by_size = {}
         for name, size in sizes.items():
             axes, devices = self.present(mesh, name), self.devices(mesh, name)
             if size > 1 and size % devices and name != "kv_heads":
@@ -126,16 +128,16 @@ class ShardingRules:
                     f"expected a number of {name} that {devices} devices divide "
                     f"({', '.join(axes)}), got {size}; take {multiple}{more}"
                 )
-            found[name] = axes if size > 1 and size % devices == 0 else ()
-        split = [axis for axes in found.values() for axis in axes]
+            axes_by_size[name] = axes if size > 1 and size % devices == 0 else ()
+        split = [axis for axes in axes_by_size.values() for axis in axes]
         for axis in split:
             if split.count(axis) > 1:
-                names = [name for name, axes in found.items() if axis in axes]
+                names = [name for name, axes in axes_by_size.items() if axis in axes]
                 raise ValueError(
                     f"expected an axis of the mesh to split one of {', '.join(sizes)}, got "
                     f"{axis!r} for {' and '.join(names)}; name it once in ShardingRules"
                 )
-        return found
+        return axes_by_size
 
     def present(self, mesh: AnyMesh, name: str) -> tuple[str, ...]:
         """Return the axes of a field that are in the mesh and have more than one device."""
@@ -285,11 +287,11 @@ def gather_sharded(
 ) -> Shaped[Array, " ..."]:
     """Return `x[index, *rest]` on all devices; `axes` split the first dimension of `x`."""
     local, is_own = to_local_index(index, axes, x.shape[0])
-    found = x[(local, *rest)]
+    values = x[(local, *rest)]
     if not axes:
-        return found
-    is_own = is_own.reshape(is_own.shape + (1,) * (found.ndim - is_own.ndim))
-    return broadcast_from_owner(jnp.where(is_own, found, jnp.zeros_like(found)), axes)
+        return values
+    is_own = is_own.reshape(is_own.shape + (1,) * (values.ndim - is_own.ndim))
+    return broadcast_from_owner(jnp.where(is_own, values, jnp.zeros_like(values)), axes)
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

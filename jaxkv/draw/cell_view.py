@@ -37,13 +37,13 @@ class CellView:
     @property
     def owner(self) -> Int32[np.ndarray, "S N"]:
         """Lowest id of the sequences that own each cell; -1 if the cell is empty."""
-        found = np.full(self.position.shape, -1, np.int32)
+        owner = np.full(self.position.shape, -1, np.int32)
         for i in reversed(range(self.words.shape[1])):
             word = self.words[:, i]
             lowest = np.bitwise_count((word & (~word + np.uint32(1))) - np.uint32(1))
-            found = np.where(word, WORD * i + lowest.astype(np.int32), found)
-        first = np.arange(len(found), dtype=np.int32)[:, None] * np.int32(self.sequences_per_stream)
-        return np.where(found < 0, np.int32(-1), found + first)
+            owner = np.where(word, WORD * i + lowest.astype(np.int32), owner)
+        first = np.arange(len(owner), dtype=np.int32)[:, None] * np.int32(self.sequences_per_stream)
+        return np.where(owner < 0, np.int32(-1), owner + first)
 
     @property
     def num_owners(self) -> Int32[np.ndarray, "S N"]:

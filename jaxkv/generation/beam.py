@@ -252,13 +252,13 @@ def beam(
         )
     args = row, ending, ids, _check_length_penalty(length_penalty)
     if is_traced(params, cache, args):
-        cache, found = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
-        return BeamResult(cache, *found)
+        cache, result = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
+        return BeamResult(cache, *result)
     check_prompts_present(cache.seq_pos_max(ids[:1]), ids[:1], np.ones(1, bool))
     table, buffers = own_or_copied_buffers(cache, donate)
     search = cached_program(_build_search_program, forward)
-    table, buffers, found = search(params, table, buffers, *args, num_tokens=num_tokens)
-    return BeamResult(merge(table, buffers), *found)
+    table, buffers, result = search(params, table, buffers, *args, num_tokens=num_tokens)
+    return BeamResult(merge(table, buffers), *result)
 
 
 def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
@@ -319,8 +319,8 @@ def _build_search_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         params: PyTree, table: CacheTable, buffers: PyTree, *args: jax.Array, num_tokens: int
     ) -> tuple:
         cache = merge(table, buffers)
-        cache, found = _run_search(forward(), params, cache, *args, num_tokens=num_tokens)
-        return cache.table, cache.buffers, found
+        cache, result = _run_search(forward(), params, cache, *args, num_tokens=num_tokens)
+        return cache.table, cache.buffers, result
 
     return search
 
@@ -365,22 +365,22 @@ def _run_search(
     cache, search = jax.lax.while_loop(
         lambda carry: can_improve(carry[1], length_penalty), body, (cache, search)
     )
-    found = select_best_texts(search.ended, search.living, length_penalty)
-    cache, num_cached = _trim_sequences(cache, search, found, sequences, begins)
-    return cache, replicate(cache.table, (*found, num_cached, search.reason))
+    best = select_best_texts(search.ended, search.living, length_penalty)
+    cache, num_cached = _trim_sequences(cache, search, best, sequences, begins)
+    return cache, replicate(cache.table, (*best, num_cached, search.reason))
 
 
 def _trim_sequences(
     cache: Cache,
     search: BeamSearch,
-    found: BeamTexts,
+    best: BeamTexts,
     sequences: Int32[Array, " k"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " k"]]:
     """Replace beam sequence i by the longest cached prefix of hypothesis i, for all i."""
-    place = jnp.arange(found.tokens.shape[1])[None]
-    fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
-    same = found.tokens[:, None] == search.living.tokens[None]  # [k, k, n]
+    place = jnp.arange(best.tokens.shape[1])[None]
+    fed = place < jnp.minimum(best.lengths, search.length - 1)[:, None]
+    same = best.tokens[:, None] == search.living.tokens[None]  # [k, k, n]
     shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
     num_shared = jnp.max(shared, axis=1)
     cache, _ = seq_select(cache, sequences[jnp.argmax(shared, axis=1)], sequences)

@@ -408,9 +408,9 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
     """Implement `scatter` by `jnp.where` over all cells (of all layers if stacked)."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
-    turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
-    turns = jnp.full(cells, count, jnp.int32)
-    turns = turns.at[streams, slots].set(turn, **DROP, unique_indices=True)
+    token = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
+    token_of_cell = jnp.full(cells, count, jnp.int32)
+    token_of_cell = token_of_cell.at[streams, slots].set(token, **DROP, unique_indices=True)
     # If `new` was computed from the same array, it must be read before the write. A branch that
     # is never taken keeps the compiler from fusing the read into the write.
     new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
@@ -418,10 +418,14 @@ def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.
     if isinstance(array, LayerView):
         layer = jnp.arange(array.all.shape[0]) % array.layers
         is_of_layer = layer == jnp.repeat(array.layer, array.layers)
-        turns = jnp.where(is_of_layer[:, None], jnp.repeat(turns, array.layers, axis=0), count)
-    new = new.reshape(count, *old.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
+        token_of_cell = jnp.where(
+            is_of_layer[:, None], jnp.repeat(token_of_cell, array.layers, axis=0), count
+        )
+    new = new.reshape(count, *old.shape[1::2])[
+        jnp.minimum(token_of_cell, count - 1)
+    ]  # [S, N, K, D]
     return _replace_array(
-        array, jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), old)
+        array, jnp.where((token_of_cell < count)[:, None, :, None], new.swapaxes(1, 2), old)
     )
 
 

@@ -156,12 +156,12 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
     asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
     bit = jnp.arange(min(WORD, cells.sequences_per_stream), dtype=jnp.uint32)
     # Chunks are faster on a CPU only; elsewhere the iterations of the loop take longer.
-    found = jax.lax.platform_dependent(
+    last = jax.lax.platform_dependent(
         *(cells.owners, cells.position, asked, bit),
         cpu=partial(_last_positions_by_chunk, min(BLOCK, cells.num_cells)),
         default=partial(_last_positions_by_chunk, cells.num_cells),
     )
-    return found.reshape(streams, -1)[:, : cells.sequences_per_stream].reshape(-1)
+    return last.reshape(streams, -1)[:, : cells.sequences_per_stream].reshape(-1)
 
 
 def _last_positions_by_chunk(
@@ -170,7 +170,7 @@ def _last_positions_by_chunk(
     """Return the last position for each word and bit, `[S, W, bits]`, from chunks of `size`."""
     streams, words, cells = owners.shape
 
-    def update_word(word: jax.Array, found: jax.Array) -> jax.Array:
+    def update_word(word: jax.Array, last: jax.Array) -> jax.Array:
         def update_chunk(i: jax.Array, highest: jax.Array) -> jax.Array:
             start = jnp.minimum(i * size, cells - size)  # the last chunk may overlap
             corner = jnp.int32(0), word, start  # equal dtypes, also with x64
@@ -179,9 +179,9 @@ def _last_positions_by_chunk(
             owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, bits]
             return jnp.maximum(highest, jnp.max(jnp.where(owned, at[..., None], EMPTY), axis=1))
 
-        turns = jnp.int32(-(-cells // size))
-        highest = jax.lax.fori_loop(jnp.int32(0), turns, update_chunk, found[:, word])
-        return found.at[:, word].set(highest)
+        chunks = jnp.int32(-(-cells // size))
+        highest = jax.lax.fori_loop(jnp.int32(0), chunks, update_chunk, last[:, word])
+        return last.at[:, word].set(highest)
 
     empty = jnp.full((streams, words, bit.size), EMPTY, jnp.int32)
     if words == 1:

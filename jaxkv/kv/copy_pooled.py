@@ -143,13 +143,13 @@ def _copy_planned_cells(
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = search_sorted(ends, number + 1)
         stream = jnp.minimum(stream, num_copied.size - 1)
-        turn = number - (ends - num_copied)[stream]
+        rank = number - (ends - num_copied)[stream]
         slot = jnp.where(
             number < ends[-1],
-            gather_sharded(slots, by_streams, stream, turn),
+            gather_sharded(slots, by_streams, stream, rank),
             out_of_range_slots(number),
         )
-        source = divmod_nonnegative(gather_sharded(origin, by_streams, stream, turn), size)
+        source = divmod_nonnegative(gather_sharded(origin, by_streams, stream, rank), size)
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
             return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
@@ -238,9 +238,9 @@ def _queue_copies(
         is_copied &= (position >= jnp.maximum(start, 0)) & (position < resolve_range_end(stop))
         count = jnp.cumsum(is_copied, dtype=jnp.int32)
         stream, is_own = to_local_index(streams[i], axes, cells.streams)
-        turn = index - num_copied[stream]
-        these = is_own & (turn >= 0) & (turn < count[-1])
-        cell = jnp.searchsorted(count, turn + 1).astype(jnp.int32)
+        rank = index - num_copied[stream]
+        these = is_own & (rank >= 0) & (rank < count[-1])
+        cell = jnp.searchsorted(count, rank + 1).astype(jnp.int32)
         whose = jax.lax.reduce_or(jnp.where(like[i][:, None], owner, 0), axes=(0,))
 
         def put(field: jax.Array, value: jax.Array) -> jax.Array:

@@ -78,14 +78,14 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
     if max_moves is None:
         return plan
-    turn = jnp.arange(plan.length.shape[1])[None]
+    run = jnp.arange(plan.length.shape[1])[None]
     if tile is None:
         count = jnp.minimum(plan.count, max_moves)
     else:  # a tile that is moved in part could not be joined again
-        last = min(max_moves, turn.size) - 1
-        moves = (turn <= last) | (plan.source // tile == plan.source[:, last, None] // tile)
-        count = jnp.sum(moves & (turn < plan.count[:, None]), axis=1, dtype=jnp.int32)
-    takes_part = turn < count[:, None]
+        last = min(max_moves, run.size) - 1
+        moves = (run <= last) | (plan.source // tile == plan.source[:, last, None] // tile)
+        count = jnp.sum(moves & (run < plan.count[:, None]), axis=1, dtype=jnp.int32)
+    takes_part = run < count[:, None]
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
@@ -206,13 +206,13 @@ def _move_keys_and_values(
 
 def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the source and destination cells of the i-th chunk of each stream, `[S, CHUNK]`."""
-    turn = i * CHUNK + jnp.arange(CHUNK)
+    move = i * CHUNK + jnp.arange(CHUNK)
 
     def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
         ends = jnp.cumsum(plan.length)
-        run = search_sorted(ends, turn + 1)
-        inside = turn - (ends - plan.length).at[run].get(**FILL, fill_value=0)
-        is_move = turn < ends[-1]
+        run = search_sorted(ends, move + 1)
+        inside = move - (ends - plan.length).at[run].get(**FILL, fill_value=0)
+        is_move = move < ends[-1]
         past = size + jnp.arange(CHUNK)  # distinct, because writes require unique indices
         source = plan.source.at[run].get(**FILL, fill_value=0) + inside
         destination = plan.destination.at[run].get(**FILL, fill_value=0) + inside

@@ -22,19 +22,19 @@ STRIPE = 64
 
 def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
     """Reorder an array over cells from the order of indices to the order of ranks."""
-    stripe, turns = _stripe_sizes(x.shape[-1], shards)
+    stripe, rounds = _stripe_sizes(x.shape[-1], shards)
     rest = x.shape[:-1]
-    return x.reshape(*rest, shards, turns, stripe).swapaxes(-3, -2).reshape(x.shape)
+    return x.reshape(*rest, shards, rounds, stripe).swapaxes(-3, -2).reshape(x.shape)
 
 
 def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
     """Return the indices of the cells at given ranks; return ranks past the last cell unchanged."""
     if shards == 1:
         return rank
-    stripe, turns = _stripe_sizes(cells, shards)
+    stripe, rounds = _stripe_sizes(cells, shards)
     block, inside = divmod_nonnegative(rank, stripe)
-    turn, shard = divmod_nonnegative(block, shards)
-    return jnp.where(rank < cells, (shard * turns + turn) * stripe + inside, rank)
+    round_, shard = divmod_nonnegative(block, shards)
+    return jnp.where(rank < cells, (shard * rounds + round_) * stripe + inside, rank)
 
 
 def _stripe_sizes(cells: int, shards: int) -> tuple[int, int]:

@@ -65,11 +65,13 @@ def compare_last_tokens(
         owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
         at = jnp.where(owns & (does & is_own)[:, None], cells.position[stream], EMPTY)
         last, cell_contents = jnp.max(at, axis=1), cells.content[stream]
-        found = jnp.take_along_axis(cell_contents, jnp.argmax(at, axis=1)[:, None], axis=1)[:, 0]
+        last_content = jnp.take_along_axis(cell_contents, jnp.argmax(at, axis=1)[:, None], axis=1)[
+            :, 0
+        ]
         same = (at == last[:, None]) & (cell_contents == contents[:, None])
-        found = jnp.where(last >= 0, found, 0)
+        last_content = jnp.where(last >= 0, last_content, 0)
         same = is_own & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
-        return broadcast_from_owner(found, axes), broadcast_from_owner(same, axes)
+        return broadcast_from_owner(last_content, axes), broadcast_from_owner(same, axes)
 
     run = map_shards(cells.sharding_rules, compare_on_shard, (P(axes), P(), P(), P()), P())
     return run(cells, jnp.where(does, sequences, 0), does, contents)
@@ -105,11 +107,11 @@ def map_rows(
     return run(cells, ubatch)
 
 
-def gather_over_axes(found: T, axes: tuple[str, ...]) -> T:
+def gather_over_axes(tree: T, axes: tuple[str, ...]) -> T:
     """All-gather int32 or bool arrays of one shape along mesh axes, with one collective."""
     if not axes:
-        return found
-    leaves, form = jax.tree.flatten(found)
+        return tree
+    leaves, form = jax.tree.flatten(tree)
     packed = jnp.stack([x.astype(jnp.int32) for x in leaves], axis=-1)
     packed = jax.lax.all_gather(packed, axes, tiled=True)
     return form.unflatten([packed[..., i].astype(x.dtype) for i, x in enumerate(leaves)])

@@ -270,7 +270,7 @@ def _rotate_keys(
         number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = search_sorted(count, number)
         stream, slot = divmod_nonnegative(cell, size)
-        begin, turns = (x.at[cell].get(**FILL, fill_value=0) for x in (start, by))
+        begin, rotation = (x.at[cell].get(**FILL, fill_value=0) for x in (start, by))
         # Padding of a chunk gets distinct slots past the last cell, since writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
 
@@ -285,7 +285,7 @@ def _rotate_keys(
             if isinstance(rope, Rope):
                 rows = map_arrays(read_rows, k)
                 key = split_stored_rows(rows, heads_per_row, head_dim)  # [CHUNK, K, D]
-                key = rotate_keys(key, begin, begin + turns, rope)
+                key = rotate_keys(key, begin, begin + rotation, rope)
                 k = map_arrays(write_heads, k, key)
             turned.append(k)
         return tuple(turned)

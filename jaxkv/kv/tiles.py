@@ -106,7 +106,7 @@ def choose_for_list(
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
     sequence, is_valid = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
     first = search_sorted(sequence, sequence)
-    turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # among the tokens of its sequence
+    rank = jnp.arange(sequence.size, dtype=jnp.int32) - first  # among the tokens of its sequence
     demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, **DROP)
 
     flags = pool.free.reshape(-1, size)
@@ -121,8 +121,8 @@ def choose_for_list(
     # Tiles in the order of sequences; used tiles of a sequence come before its empty tiles.
     by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
     start = _get_or_zero(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
-    is_own = is_valid & (turn < _get_or_zero(room, sequence))
-    tile, number = _locate_nth(num_empty[by_owner], start + turn)
+    is_own = is_valid & (rank < _get_or_zero(room, sequence))
+    tile, number = _locate_nth(num_empty[by_owner], start + rank)
     tile = jnp.where(is_own, _get_or_zero(by_owner, tile), num_empty.size)
     num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, **DROP)
     further = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1

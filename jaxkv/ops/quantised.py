@@ -166,8 +166,8 @@ def weighted_values(weights: Float[Array, "... X C"], v: Stored) -> Float[Array,
     product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)
     if scales is None:
         return product(weights, codes)
-    found = [
+    outputs = [
         product(weights * scales[..., i : i + 1].mT, codes[..., group])
         for i, group in enumerate(scale_groups(v.shape[-1]))
     ]
-    return jnp.concatenate(found, axis=-1)
+    return jnp.concatenate(outputs, axis=-1)

@@ -67,11 +67,11 @@ def check_batch(
     has_diverged = (
         None if batch.shared_with is None else find_diverged_pairs(table, ids, ranks, batch)
     )
-    reason, expected, found = _find_faults(batch, ids, valid, ranks, last, has_diverged)
+    reason, expected, actual = _find_faults(batch, ids, valid, ranks, last, has_diverged)
     for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
         at_fault &= reason == Reason.OK
         reason = jnp.where(at_fault, code, reason)
-        found = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, found)
+        actual = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, actual)
     reason = jnp.where(foreign & (reason == Reason.OK), Reason.UNKNOWN_SEQUENCE, reason)
 
     # Refused sequences require no cells. If a sequence is out of cells, `actual` is the number of
@@ -91,7 +91,7 @@ def check_batch(
         batch=batch,
         reason=reason,
         expected=jnp.where(fits_in_one_run, expected, demand),
-        actual=jnp.where(fits_in_one_run, found, remaining),
+        actual=jnp.where(fits_in_one_run, actual, remaining),
     )
 
 
@@ -148,8 +148,8 @@ def _find_faults(
     index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
     worst = jnp.full(count, end, jnp.int32).at[ids].min(index, **DROP)
     answer = ((reason, Reason.OK), (expected, 0), (position, 0))
-    reason, expected, found = (x.at[worst].get(**FILL, fill_value=fill) for x, fill in answer)
-    return reason, expected, found
+    reason, expected, actual = (x.at[worst].get(**FILL, fill_value=fill) for x, fill in answer)
+    return reason, expected, actual
 
 
 def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
@@ -224,8 +224,8 @@ def find_diverged_pairs(
     has no previous token for either, they have diverged unless they own the same cells.
     """
     spec, count = table.spec, table.spec.sequences
-    turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
-    begins = turn == 0
+    rank, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
+    begins = rank == 0
     token, _ = divmod_nonnegative(before, ids.shape[1])
     token = jnp.where(begins, -1, token)
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
@@ -242,7 +242,7 @@ def find_diverged_pairs(
 
 
 def num_required_cells(
-    ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
+    ids: jax.Array, rank: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lowest id in the group of each sequence, and the number of cells of each group.
 
@@ -252,11 +252,11 @@ def num_required_cells(
     """
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]
-    ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))
+    ids, rank = (x.reshape(batch.valid.shape[0], -1) for x in (ids, rank))
     ids = jnp.where(fits.at[ids].get(**FILL, fill_value=False), ids, count)
     lowest = jnp.min(ids, axis=1)
     root = jnp.arange(count, dtype=jnp.int32)
-    root = root.at[jnp.where(turn == 0, ids, count)].set(
+    root = root.at[jnp.where(rank == 0, ids, count)].set(
         jnp.broadcast_to(lowest[:, None], ids.shape), **DROP
     )
     asks = root.at[lowest].get(**FILL, fill_value=count)

@@ -113,8 +113,8 @@ def _order_rows(
     mixed |= jnp.zeros(count, jnp.int32).at[row_sequence].add(1, **DROP) > 1
     if index.shape[0] == count:
         rows = jnp.arange(count, dtype=jnp.int32)
-        turn = jnp.full(count, count, jnp.int32).at[row_sequence].set(rows, **DROP)
-        index = index.at[turn].get(**FILL, fill_value=NO_SLOT)
+        row_of_sequence = jnp.full(count, count, jnp.int32).at[row_sequence].set(rows, **DROP)
+        index = index.at[row_of_sequence].get(**FILL, fill_value=NO_SLOT)
     return index, mixed
 
 

@@ -191,11 +191,11 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
 
 def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> list[PyTree]:
     """Return for each ubatch which sequences continue in a later ubatch, `[Q]` bool."""
-    later, found = np.zeros(spec.sequences, bool), []
+    later, later_of_ubatch = np.zeros(spec.sequences, bool), []
     for part in reversed(parts):
-        found.append(later.copy())
+        later_of_ubatch.append(later.copy())
         later[flat.sequences[part[part != NO_SLOT]]] = True
-    return found[::-1]
+    return later_of_ubatch[::-1]
 
 
 def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:

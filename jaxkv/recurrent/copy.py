@@ -135,16 +135,16 @@ def _cells_of_targets(
     if states.sequences_per_stream == 1:  # a target frees all cells of its stream
         cells = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
         return cells, cell < size
-    stream, turn = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
+    stream, index = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
     is_cross_stream = is_sequence(states, dst) & (stream_of(states, src) != stream)
     beside = stream[:, None] == stream[None]
     like = beside & is_cross_stream[:, None] & is_cross_stream[None] & (src[:, None] == src[None])
     first = jnp.argmax(like, axis=1)
-    copies = (is_cross_stream & (first == turn))[:, None] & (cell < size)
+    copies = (is_cross_stream & (first == index))[:, None] & (cell < size)
     kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), **DROP)
     # Free cells of each stream come first; copies take them in order.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
-    ahead = beside & (turn[:, None] > turn[None])
+    ahead = beside & (index[:, None] > index[None])
     count = jnp.sum(copies, axis=1, dtype=jnp.int32)
     before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
     place = before[:, None] + jnp.cumsum(copies, axis=1, dtype=jnp.int32) - 1

@@ -58,8 +58,8 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
     row, stream = jnp.arange(count.size), ubatch.row_stream
     ahead = (stream[:, None] == stream[None]) & (row[:, None] > row[None])
     first = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
-    turn = first[:, None] + jnp.cumsum(new, axis=1, dtype=jnp.int32) - 1
-    return order[stream[:, None], jnp.maximum(turn, 0)]
+    rank = first[:, None] + jnp.cumsum(new, axis=1, dtype=jnp.int32) - 1
+    return order[stream[:, None], jnp.maximum(rank, 0)]
 
 
 def occupy(states: T, ubatch: Ubatch) -> T:
@@ -117,7 +117,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
 
 def _take_at_new_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
     """Return the values of a field `[R, T]` at the last token of each new state, `[R, E + 1]`."""
-    turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
+    rank = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
-    index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
+    index = jnp.sum(rank[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
     return jnp.take_along_axis(field, index, axis=1)

@@ -144,9 +144,9 @@ def compare_last_tokens(
 ) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
     """Return `content` of each sequence's current state, and whether it equals `contents`."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
-    found = states.content.at[place].get(**FILL, fill_value=0)
-    found = jnp.where(is_sequence(states, sequences), found, 0)
-    return found, found == contents
+    last_content = states.content.at[place].get(**FILL, fill_value=0)
+    last_content = jnp.where(is_sequence(states, sequences), last_content, 0)
+    return last_content, last_content == contents
 
 
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:

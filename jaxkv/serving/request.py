@@ -144,12 +144,12 @@ class RequestState:
         """Maximum number of tokens in the cache; the last generated token is never written."""
         return len(self.request.prompt) + self.request.max_new_tokens - 1
 
-    def begin_from_prefix(self, source: CachedPrompt | None, found: PrefixHit) -> None:
+    def begin_from_prefix(self, source: CachedPrompt | None, hit: PrefixHit) -> None:
         """Start the request after the tokens that were forked from a stored prompt."""
-        self.source, self.num_computed_tokens = source, found.length
+        self.source, self.num_computed_tokens = source, hit.length
         self.num_required_tokens = len(self.request.prompt) + len(self.tokens)
         if not self.tokens:
-            self.prefix_hit = found
+            self.prefix_hit = hit
 
     def all_tokens(self) -> Int32[np.ndarray, " n"]:
         """Return the tokens of the prompt and the generated tokens."""

@@ -127,14 +127,14 @@ class Scheduler:
             self._prefixes.is_in_same_stream(match, sequence),
         )
         self._placed[sequence], text.sequence = text, sequence
-        found = self._prefixes.fork_prefix(match, sequence) if near else match.hit
+        hit = self._prefixes.fork_prefix(match, sequence) if near else match.hit
         while not self._has_enough_cells(self.stream_of(text)):
             if not (may_evict and self._prefixes.evict_one(self.stream_of(text))):
                 self._prefixes.rewind(past)
                 self._placed[sequence], text.sequence = None, -1
                 return False
         text.begin_from_prefix(
-            match.prompt, found if near else self._prefixes.fork_prefix(match, sequence)
+            match.prompt, hit if near else self._prefixes.fork_prefix(match, sequence)
         )
         return True
 

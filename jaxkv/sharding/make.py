@@ -133,8 +133,8 @@ def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
     check_concrete_cache(table)
     seen = jax.tree.leaves((to_host(table), batch))
     data = b"".join(np.asarray(x).tobytes() for x in seen if is_concrete(x))
-    found = np.ravel(multihost_utils.process_allgather(np.uint32(crc32(data))))
-    if wrong := np.flatnonzero(found != found[0]).tolist():
+    checksums = np.ravel(multihost_utils.process_allgather(np.uint32(crc32(data))))
+    if wrong := np.flatnonzero(checksums != checksums[0]).tolist():
         raise RuntimeError(
             f"expected the table and batch of process 0, got others in processes {wrong}; give "
             f"every process the same, as jax.experimental.multihost_utils.broadcast_one_to_all does"

@@ -61,12 +61,12 @@ def name_parts(cache: Cache) -> list[NamedPart]:
 
 def describe(cache: Cache) -> PartDescription | HybridDescription:
     """Return the description of a cache in a snapshot, as JSON values."""
-    found = [
+    descriptions = [
         entry.part.describe(entry.cache.table, entry.cache.buffers) for entry in name_parts(cache)
     ]
     if not isinstance(cache.table, HybridTable):
-        return found[0]
-    return {"kind": "hybrid", "layers": to_json(cache.table.layers), "parts": found}
+        return descriptions[0]
+    return {"kind": "hybrid", "layers": to_json(cache.table.layers), "parts": descriptions}
 
 
 def make_empty_cache(file: SnapshotFile) -> Cache:
@@ -84,10 +84,10 @@ def cache_shapes(file: SnapshotFile) -> Cache:
     check_dtypes(file)
     try:
         cache = jax.eval_shape(partial(make_empty_cache, file))
-        expected, found = describe(cache), file.description["cache"]
-        if json.dumps(expected, sort_keys=True) != json.dumps(found, sort_keys=True):
+        expected, actual = describe(cache), file.description["cache"]
+        if json.dumps(expected, sort_keys=True) != json.dumps(actual, sort_keys=True):
             raise ValueError(
-                f"expected the description {shorten(expected)}, got {shorten(found)}; save the "
+                f"expected the description {shorten(expected)}, got {shorten(actual)}; save the "
                 "snapshot again"
             )
         _check_arrays(file, cache)
@@ -171,13 +171,13 @@ def check_saveable(cache: Cache) -> None:
     """Raise unless an object is a single concrete cache on one device."""
     table, buffers = split(cache)
     if table.sharding_rules is not None or not is_concrete(cache):
-        found = (
+        kind = (
             f"one with {table.sharding_rules}"
             if table.sharding_rules
             else "one that is traced or split"
         )
         raise ValueError(
-            f"expected a cache on one device, outside of jit, got {found}; one on a mesh is saved "
+            f"expected a cache on one device, outside of jit, got {kind}; one on a mesh is saved "
             f"and restored by Orbax, see docs/howto/snapshots.md"
         )
     check_concrete_cache(table, buffers)
@@ -186,7 +186,9 @@ def check_saveable(cache: Cache) -> None:
 def check_fits(saved: Cache, cache: Cache) -> None:
     """Raise a ValueError with the first difference if a saved cache does not fit another cache."""
     own_parts, saved_parts = name_parts(cache), name_parts(saved)
-    kinds = [[entry.cache.table.spec.kind for entry in found] for found in (own_parts, saved_parts)]
+    kinds = [
+        [entry.cache.table.spec.kind for entry in entries] for entries in (own_parts, saved_parts)
+    ]
     _check_same("kind", cache.table.spec.kind, saved.table.spec.kind)
     _check_same("kinds of parts", *kinds)
     if isinstance(cache.table, HybridTable) and isinstance(saved.table, HybridTable):
@@ -196,18 +198,18 @@ def check_fits(saved: Cache, cache: Cache) -> None:
         expected = own_entry.part.compatibility_fields(
             own_entry.cache.table, own_entry.cache.buffers
         )
-        found = own_entry.part.compatibility_fields(
+        actual = own_entry.part.compatibility_fields(
             saved_entry.cache.table, saved_entry.cache.buffers
         )
         for name in expected:
-            _check_same(name + where, expected[name], found.get(name))
+            _check_same(name + where, expected[name], actual.get(name))
 
 
-def _check_same(name: str, expected: object, found: object) -> None:
-    if expected != found:
+def _check_same(name: str, expected: object, actual: object) -> None:
+    if expected != actual:
         raise ValueError(
             f"expected a snapshot of a cache with the {name} of this one, "
-            f"{shorten(expected)}, got one with {shorten(found)}; nothing was changed"
+            f"{shorten(expected)}, got one with {shorten(actual)}; nothing was changed"
         )
 
 

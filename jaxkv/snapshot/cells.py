@@ -137,7 +137,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         words = _owner_words(host, sequences, np.arange(host.streams))
         owners = host.owners & words[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
-        found = {
+        arrays = {
             "position": host.position[stream, cell],
             "shift": host.shift[stream, cell],
             "content": host.content[stream, cell],
@@ -150,7 +150,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         def take_rows(array: Array | LayerView) -> np.ndarray:
             return take_cells(array, stream, cell, read=gather, size=CHUNK)
 
-        return found, _read_heads(buffers, take_rows)
+        return arrays, _read_heads(buffers, take_rows)
 
     @staticmethod
     def saved_shapes(
@@ -158,15 +158,15 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     ) -> tuple[dict[str, Form], PyTree]:
         """Return the shapes and dtypes of the arrays from `extract_sequences`."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
-        found: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
-        found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
-        found["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
-        found["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
+        forms: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
+        forms["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
+        forms["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
+        forms["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
 
         def heads_at(buffers: Buffers, index: Int32[Array, " n"]) -> Buffers:
             return _read_heads(buffers, lambda x: gather(x, index, index))
 
-        return found, jax.eval_shape(heads_at, buffers, each)
+        return forms, jax.eval_shape(heads_at, buffers, each)
 
     @staticmethod
     def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
@@ -200,12 +200,12 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         evicted_below = np.full(table.sequences, EMPTY, np.int32)
         evicted_below[moves.new] = read("evicted_below")[moves.saved_index]
-        rest, open_cells, found = _release_sequences(table, evicted_below)
-        for stream in np.flatnonzero(demand > np.asarray(found)):
+        rest, open_cells, num_free = _release_sequences(table, evicted_below)
+        for stream in np.flatnonzero(demand > np.asarray(num_free)):
             raise PlanRefusedError(
                 f"expected {demand[stream]} free cells in stream {stream} for a snapshot, got "
-                f"{found[stream]}; remove a sequence there (seq_rm), call compact if placement is "
-                f"contiguous, or make a cache with more cells"
+                f"{num_free[stream]}; remove a sequence there (seq_rm), call compact if placement "
+                f"is contiguous, or make a cache with more cells"
             )
         is_filled = np.arange(table.num_cells)[None] < demand[:, None]
 
@@ -279,11 +279,11 @@ def _owner_words(
     table: CellTable, sequences: list[int], streams: Int[np.ndarray, " n"]
 ) -> UInt32[np.ndarray, "n W"]:
     """Return the owner flags of sequences in some streams, without arrays of all streams."""
-    found = np.zeros((len(streams), table.owners.shape[1]), np.uint32)
+    owner_words = np.zeros((len(streams), table.owners.shape[1]), np.uint32)
     for seq in sequences:
         stream, word, bit = _locate_owner_bit(table, seq)
-        found[streams == stream, word] |= np.uint32(1 << bit)
-    return found
+        owner_words[streams == stream, word] |= np.uint32(1 << bit)
+    return owner_words
 
 
 def _buffer_shapes(
@@ -346,7 +346,7 @@ def _assign_cells(
     A source is the index of a saved cell; n for unfilled cells. The first array also counts the
     saved cells that do not fit in a stream.
     """
-    found: dict[tuple[int, int], np.ndarray] = {}
+    bits_by_pair: dict[tuple[int, int], np.ndarray] = {}
     streams, words, size = table.owners.shape
     for old, new in zip(moves.old, moves.new, strict=True):
         (source, word, bit), (target, own_word, own_bit) = (
@@ -355,13 +355,15 @@ def _assign_cells(
         )
         here = slice(*np.searchsorted(stream, (source, source + 1)))
         own_bits = owners[here, word] >> np.uint32(bit) & np.uint32(1)
-        theirs = found.setdefault((target, source), np.zeros((len(own_bits), words), np.uint32))
+        theirs = bits_by_pair.setdefault(
+            (target, source), np.zeros((len(own_bits), words), np.uint32)
+        )
         theirs[:, own_word] |= own_bits << np.uint32(own_bit)
 
     demand = np.zeros(streams, np.int32)
     origin = np.full((streams, size), len(stream), np.int32)
     owner = np.zeros((streams, words, size), np.uint32)
-    for (target, source), theirs in sorted(found.items()):
+    for (target, source), theirs in sorted(bits_by_pair.items()):
         used = np.flatnonzero(theirs.any(axis=1))
         first, last = demand[target], demand[target] + len(used)
         demand[target] = last

@@ -68,10 +68,10 @@ class SnapshotFile:
                 f"expected {name} of {dtype} {shape}, got it stored as {stored.dtype} "
                 f"{stored.shape}; the snapshot is damaged"
             )
-        expected, found = self.description["arrays"][name]["sha256"], _sha256(stored)
-        if found != expected:
+        expected, actual = self.description["arrays"][name]["sha256"], _sha256(stored)
+        if actual != expected:
             raise ValueError(
-                f"expected {name} with the checksum {expected[:12]}, got {found[:12]}; the "
+                f"expected {name} with the checksum {expected[:12]}, got {actual[:12]}; the "
                 "snapshot is damaged"
             )
         if dtype == np.bool_ and np.any(_bytes_of(stored) > 1):
@@ -124,9 +124,9 @@ def json_round_trip(value: object, name: str) -> Json:
     ['a', 1]
     """
     try:
-        found = json.loads(json.dumps(value, allow_nan=False))
-        _check_nesting(found, MAX_NESTING)
-        return found
+        plain = json.loads(json.dumps(value, allow_nan=False))
+        _check_nesting(plain, MAX_NESTING)
+        return plain
     except RecursionError:
         raise ValueError(
             f"expected {name} with at most {MAX_NESTING} levels of lists and dicts, got more; "
@@ -208,10 +208,10 @@ def _file_from_metadata(
             f"read it with the jaxkv that wrote it"
         )
     text = metadata.get("description", "")
-    expected, found = metadata.get("sha256", ""), hashlib.sha256(text.encode()).hexdigest()
-    if expected != found:
+    expected, actual = metadata.get("sha256", ""), hashlib.sha256(text.encode()).hexdigest()
+    if expected != actual:
         raise ValueError(
-            f"expected a description with the checksum {expected[:12]}, got {found[:12]}; the "
+            f"expected a description with the checksum {expected[:12]}, got {actual[:12]}; the "
             f"snapshot is damaged"
         )
     description, arrays = _parse_description(text)
@@ -221,7 +221,7 @@ def _file_from_metadata(
             f"expected the arrays that are described, got others, {odd[:4]}; the snapshot is "
             "damaged"
         )
-    seed = int(found[:8], 16)
+    seed = int(actual[:8], 16)
     return SnapshotFile(description=description, arrays=arrays, seed=seed, nbytes=size, _read=read)
 
 
@@ -277,15 +277,15 @@ def _parse_finite(text: str) -> float:
 
 def _check_nesting(value: Json, levels: int) -> None:
     """Raise a RecursionError if lists and dicts are nested more than `levels` deep."""
-    found: list[Any] = [value]
+    items: list[Any] = [value]
     for _ in range(levels):
-        found = [
+        items = [
             item
-            for outer in found
+            for outer in items
             if isinstance(outer, list | dict)
             for item in (outer.values() if isinstance(outer, dict) else outer)
         ]
-    if any(isinstance(item, list | dict) for item in found):
+    if any(isinstance(item, list | dict) for item in items):
         raise RecursionError(f"expected at most {levels} levels of lists, got more; flatten them")
 
 

@@ -246,7 +246,7 @@ def _restore(
         )
         for entry, saved_entry in pairs
     ]
-    found = []
+    parts = []
     for (entry, _), placed in zip(pairs, places, strict=True):
 
         def fill(
@@ -259,5 +259,5 @@ def _restore(
 
         buffers = entry.cache.buffers
         buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
-        found.append((placed.table, entry.part.fill_buffers(buffers, entry.buffers, fill)))
-    return with_parts(cache, found)
+        parts.append((placed.table, entry.part.fill_buffers(buffers, entry.buffers, fill)))
+    return with_parts(cache, parts)

@@ -136,9 +136,9 @@ def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> No
     ValueError: expected cell from 0 to 3, got 9; the snapshot was changed after it was saved, ...
     """
     if not np.all(ok):
-        found = np.broadcast_to(values, ok.shape)[~ok][0]
+        wrong = np.broadcast_to(values, ok.shape)[~ok][0]
         raise ValueError(
-            f"expected {name} {rule}, got {found}; the snapshot was changed after it was saved, "
+            f"expected {name} {rule}, got {wrong}; the snapshot was changed after it was saved, "
             f"save it again"
         )
 
@@ -189,8 +189,8 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(from_json(item) for item in value)
     if isinstance(value, dict):
-        ((name, found),) = value.items()
-        fields = {key: from_json(item) for key, item in found.items()}
+        ((name, values),) = value.items()
+        fields = {key: from_json(item) for key, item in values.items()}
         if name == "Rope":
             for number in (*fields["frequencies"], fields["attention_factor"]):
                 if type(number) not in (int, float):

@@ -109,8 +109,8 @@ def _collect_content(
 
     arrays: dict[str, np.ndarray] = {}
     for part, part_cache, table, buffers in name_parts(cache):
-        found, tree = part.extract_sequences(part_cache.table, part_cache.buffers, saved)
-        arrays.update({table + name: array for name, array in found.items()})
+        part_arrays, tree = part.extract_sequences(part_cache.table, part_cache.buffers, saved)
+        arrays.update({table + name: array for name, array in part_arrays.items()})
         arrays.update(
             zip(jax.tree.leaves(buffer_names(tree, buffers)), jax.tree.leaves(tree), strict=True)
         )
@@ -125,10 +125,9 @@ def _collect_content(
 
 
 def _token_list(text: Sequence[int], seq: int) -> list[int]:
-    found = np.asarray(check_int32(text, "tokens"))
-    if found.ndim != 1:
+    ids = np.asarray(check_int32(text, "tokens"))
+    if ids.ndim != 1:
         raise ValueError(
-            f"expected [n] tokens of sequence {seq}, got {list(found.shape)}; pass a list of "
-            "integers"
+            f"expected [n] tokens of sequence {seq}, got {list(ids.shape)}; pass a list of integers"
         )
-    return found.tolist()
+    return ids.tolist()

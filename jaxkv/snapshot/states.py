@@ -113,7 +113,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         places = np.unique(place[kept])
         state = np.where(kept, np.searchsorted(places, place), len(places))
         stream, cell = (x.astype(np.int32) for x in np.divmod(places, size))
-        found = {
+        arrays = {
             "position": host.position[ids],
             "state": state.astype(np.int32),
             "stream": stream,
@@ -123,7 +123,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "written": np.ones((len(buffers), len(cell)), bool),
         }
         take = partial(take_cells, streams=stream, cells=cell, read=_read_states, size=CHUNK)
-        return found, jax.tree.map(take, buffers)
+        return arrays, jax.tree.map(take, buffers)
 
     @staticmethod
     def saved_shapes(
@@ -132,11 +132,11 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         """Return the shapes and dtypes of the arrays from `extract_sequences`."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         pairs = jax.ShapeDtypeStruct((saved, table.num_earlier_states + 1), jnp.int32)
-        found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
-        found["first_position"] = each
-        found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
-        found["written"] = jax.ShapeDtypeStruct((len(buffers), count), jnp.bool_)
-        return found, jax.tree.map(lambda x: jax.eval_shape(_read_states, x, each, each), buffers)
+        forms = {"position": pairs, "state": pairs, "stream": each, "cell": each}
+        forms["first_position"] = each
+        forms["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
+        forms["written"] = jax.ShapeDtypeStruct((len(buffers), count), jnp.bool_)
+        return forms, jax.tree.map(lambda x: jax.eval_shape(_read_states, x, each, each), buffers)
 
     @staticmethod
     def check_saved_table(table: StateTable, read: Read, sequences: list[int]) -> None:

@@ -54,14 +54,14 @@ def verify_draft(
         adjusting = select_per_text(
             holds & (token >= 0), sampler.update(adjusting, token), adjusting
         )
-        found = token, logprob_of(logits, token, holds), holds
-        return (holds & valid & (token == guessed), adjusting), found
+        samples = token, logprob_of(logits, token, holds), holds
+        return (holds & valid & (token == guessed), adjusting), samples
 
-    turns = jnp.arange(places, dtype=jnp.int32)
+    places = jnp.arange(places, dtype=jnp.int32)
     by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
     carry = ok, state.sampler_state
-    (_, adjusting), found = jax.lax.scan(verify_place, carry, (turns, *by_place, drawn_from))
-    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
+    (_, adjusting), samples = jax.lax.scan(verify_place, carry, (places, *by_place, drawn_from))
+    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in samples)
     return tokens, logprobs, holds, adjusting
 
 
@@ -109,15 +109,17 @@ def verify_branches(
         adjusting = select_per_text(
             holds & (token >= 0), sampler.update(adjusting, token), adjusting
         )
-        found = token, logprob_of(here, token, holds), holds
+        samples = token, logprob_of(here, token, holds), holds
         follows = alive & valid & (offered == token[:, None])
         holds &= jnp.any(follows, axis=1)
-        return (holds, jnp.where(holds[:, None], follows, alive), adjusting), found
+        return (holds, jnp.where(holds[:, None], follows, alive), adjusting), samples
 
     carry = ok, jnp.ones(draft.tokens.shape[:2], bool), state.sampler_state
-    turns = jnp.arange(length + 1, dtype=jnp.int32)
-    (_, alive, adjusting), found = jax.lax.scan(verify_place, carry, (turns, *offers, drawn_from))
-    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
+    places = jnp.arange(length + 1, dtype=jnp.int32)
+    (_, alive, adjusting), samples = jax.lax.scan(
+        verify_place, carry, (places, *offers, drawn_from)
+    )
+    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in samples)
     return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
 
 

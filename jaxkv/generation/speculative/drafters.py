@@ -131,17 +131,17 @@ class PromptLookup(Drafter):
         pad = jnp.pad(text, [(0, 0), (0, self.num_draft_tokens)], constant_values=-1)
         # True where an earlier occurrence of the last n tokens begins; False at padding.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
-        found = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
+        is_match = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
         tokens, valid = [], []
         for _ in range(self.num_branches):
             number = jnp.arange(length - n, dtype=jnp.int32)[None]
-            place = jnp.max(jnp.where(found, number, -1), axis=1)
+            place = jnp.max(jnp.where(is_match, number, -1), axis=1)
             after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.num_draft_tokens)[None]
             tokens.append(jnp.take_along_axis(pad, after, axis=1))
             valid.append((active & (place >= 0))[:, None] & (tokens[-1] >= 0))
             if self.num_branches > 1:  # find an occurrence with another continuation
                 came = [pad[:, n + i : length + i] for i in range(self.num_draft_tokens)]
-                found &= jnp.any(jnp.stack(came, axis=2) != tokens[-1][:, None], axis=2)
+                is_match &= jnp.any(jnp.stack(came, axis=2) != tokens[-1][:, None], axis=2)
         if self.num_branches == 1:
             return self, DraftTokens(tokens[0], valid[0], None)
         return self, DraftTokens(jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1), None)

@@ -419,7 +419,7 @@ def _feed_branches(
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
-    *found, branch = verify_branches(setup.sampler, logits, draft, state, ok)
+    *samples, branch = verify_branches(setup.sampler, logits, draft, state, ok)
     own_branch = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
     kept_branch = jnp.where(ok, branch, own_branch)
     table = token_tree.keep_branch(cache.table, state.sequence, sequences, kept_branch)
@@ -428,4 +428,4 @@ def _feed_branches(
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
         for x in (draft.tokens, draft.valid)
     )
-    return cache, plan, ok, tuple(found), DraftTokens(tokens, valid, None)
+    return cache, plan, ok, tuple(samples), DraftTokens(tokens, valid, None)

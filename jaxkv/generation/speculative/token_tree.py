@@ -63,13 +63,15 @@ def assign_branch_sequences(
     stream, _ = divmod_nonnegative(sequences, size)
     beside = stream[:, None] == stream[None]
     ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
-    turn = ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
+    branch = (
+        ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
+    )
     # Free sequences of each stream are first, in ascending order.
     order = jnp.argsort(~free, axis=1, stable=True).astype(jnp.int32)[stream]
-    is_available = turn < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
-    found = jnp.take_along_axis(order, jnp.minimum(turn, size - 1), axis=1)
-    found = jnp.where(is_available, stream[:, None] * size + found, count)
-    return jnp.sort(jnp.concatenate([sequences[:, None], found], axis=1), axis=1)
+    is_available = branch < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
+    branch_sequences = jnp.take_along_axis(order, jnp.minimum(branch, size - 1), axis=1)
+    branch_sequences = jnp.where(is_available, stream[:, None] * size + branch_sequences, count)
+    return jnp.sort(jnp.concatenate([sequences[:, None], branch_sequences], axis=1), axis=1)
 
 
 def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
@@ -125,10 +127,10 @@ def plan_tree(
         table, flat, rank_in_sequence(*token_sequence_pairs(flat)), index, outputs=index.size
     )
     (ubatch,) = plan.ubatches
-    turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
+    token = jnp.arange(flat.valid.size, dtype=jnp.int32)
     place = jnp.arange(index.size, dtype=jnp.int32)
-    where = jnp.zeros_like(turn).at[ubatch.output_index].set(place, **DROP)
-    order = jnp.where(flat.valid, turn, NO_SLOT)
+    where = jnp.zeros_like(token).at[ubatch.output_index].set(place, **DROP)
+    order = jnp.where(flat.valid, token, NO_SLOT)
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
 

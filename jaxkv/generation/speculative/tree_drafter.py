@@ -75,7 +75,7 @@ class TreeDraftModel(DraftModel):
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
             keys = make_draw_keys(state.key, state.draw_index + i, 2)
-            keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(turns))(keys)
+            keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(branches))(keys)
             token = sample_tokens(
                 sampler, adjusted.reshape(-1, adjusted.shape[2]), keys.reshape(-1)
             )
@@ -83,7 +83,7 @@ class TreeDraftModel(DraftModel):
             going &= plan.ok & (token >= 0)
             return (cache, adjusting, token, going), (token, going, adjusted)
 
-        turns = jnp.arange(self.num_branches, dtype=jnp.int32)
+        branches = jnp.arange(self.num_branches, dtype=jnp.int32)
         carry = cache, adjusting, token, going
         carry, rest = jax.lax.scan(
             draft_next_tokens, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
@@ -121,8 +121,8 @@ class TreeDraftModel(DraftModel):
     ) -> DraftModel:
         """Keep the accepted branch, and update the drafter as with a single branch."""
         table, buffers = self.cache.table, self.cache.buffers
-        turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
-        same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= num_cached[:, None])[:, None]
+        place = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
+        same = (self.guessed == fed[:, None, 1:]) | (place[None] >= num_cached[:, None])[:, None]
         branch = jnp.argmax(jnp.all(same, axis=2), axis=1).astype(jnp.int32)
         table = token_tree.keep_branch(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))

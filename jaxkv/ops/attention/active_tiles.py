@@ -132,11 +132,11 @@ def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
     # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 
-    def of_token(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def of_token(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def slice_token(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
 
-        mask, (seen, sees) = compute_mask(visibility.slice_tokens(slice_token))[:, 0], found
+        mask, (seen, sees) = compute_mask(visibility.slice_tokens(slice_token))[:, 0], carry
         any_of_it = jnp.any(mask, axis=1, keepdims=True)
         return seen | mask, jax.lax.dynamic_update_slice_in_dim(sees, any_of_it, i, axis=1)
 

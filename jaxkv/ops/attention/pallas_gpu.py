@@ -250,10 +250,10 @@ def _kernel(
             """Return a tile `[C, n]` and its scales `[1, C]`; scales are None if not quantised."""
             numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
-            found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
+            values = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
             if scales is None:
-                return found, None
-            return found, _load(scales, stream, head, cell, 0, inside=in_cells)[None]
+                return values, None
+            return values, _load(scales, stream, head, cell, 0, inside=in_cells)[None]
 
         keys, key_scales = load_tile(k, key, in_key)
         values, scales = load_tile(v, value, in_value)

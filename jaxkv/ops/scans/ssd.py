@@ -108,8 +108,8 @@ def _states_after_counts(
 ) -> jax.Array:
     """Return, for each i, the state after `counts[:, i]` tokens; for i = 0 this is `state`."""
 
-    def body(state: jax.Array, turn: tuple) -> tuple:
-        at, advances = turn
+    def body(state: jax.Array, step: tuple) -> tuple:
+        at, advances = step
         x_, logs_, b_ = (
             jnp.take_along_axis(part, at.reshape(-1, *[1] * (part.ndim - 1)), axis=1)
             for part in (x, logs, b)

@@ -108,10 +108,10 @@ def _resumable_in_block(
 
 
 def _has_same_content(
-    index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
+    index: Int32[Array, " n"], hashes: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return a mask `[block]`: False at `index[i]` if `found[i]` is not `expected[index[i]]`."""
-    differs = (index >= 0) & (found != expected.at[index].get(**FILL, fill_value=0))
+    """Return a mask `[block]`: False at `index[i]` if `hashes[i]` is not `expected[index[i]]`."""
+    differs = (index >= 0) & (hashes != expected.at[index].get(**FILL, fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, **DROP)
 
 
