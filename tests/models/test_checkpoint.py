@@ -119,6 +119,28 @@ def test_folder_of_larger_model_gives_language_part(tmp_path):
     assert held.config["layer_types"] == wanted
 
 
+@pytest.mark.parametrize(
+    ("of_generation", "top", "of_text", "ends"),
+    [
+        (0, 7, 5, {0}),
+        ([0], 7, 5, {0}),
+        (None, 0, 5, {0}),
+        ([], [0, 3], 5, {0, 3}),
+        (None, None, 0, {0}),
+        (None, [], 5, {5}),
+        (None, None, None, set()),
+    ],
+)
+def test_end_tokens_are_the_first_that_the_files_give_also_id_0(
+    tmp_path, of_generation, top, of_text, ends
+):
+    inner = {"model_type": "gemma3_text", "num_hidden_layers": 1, "eos_token_id": of_text}
+    config = {"model_type": "gemma3", "eos_token_id": top, "text_config": inner}
+    files = {"generation_config": {"eos_token_id": of_generation}}
+    folder = write_folder(tmp_path / "hf", None, config, **files)
+    assert open_checkpoint(folder, weights=False).stop_tokens == ends
+
+
 def test_tensor_unpacks_without_second_copy():
     held = open_checkpoint()
     tracemalloc.start()
