@@ -74,11 +74,14 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     The function `get` returns the value of a metadata key, or a default if the key is absent. The
     argument `source` is a file name for messages.
     """
+    kind, defaults = get("tokenizer.ggml.model"), {}
+    if kind == "llama":  # as in llama.cpp, where byte-level vocabularies have no such defaults
+        defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 
     def field(key: str, default: Any = None) -> Any:
-        return get(f"tokenizer.ggml.{key}", default)
+        return get(f"tokenizer.ggml.{key}", defaults.get(key, default))
 
-    kind, tokens = field("model"), field("tokens")
+    tokens = field("tokens")
     if kind is tokens is None:
         raise NoTokenizerError(f"{source} has no tokenizer; give another model.")
     if kind not in ("gpt2", "llama"):
@@ -89,9 +92,9 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
     pre = field("pre", "default")
     begins = kind == "llama" or pre in _LLAMA_3
-    bos = _id(field, "bos_token_id", None, source)
+    bos = _id(field, "bos_token_id", source)
     fields = {
-        "eos": _id(field, "eos_token_id", None, source),
+        "eos": _id(field, "eos_token_id", source),
         "prefix": (bos,) if bos is not None and field("add_bos_token", begins) else (),
         "render": _template(get, field, tokens, source),
     }
@@ -103,13 +106,13 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         inner = _byte_level(tokens, types, merges, pre, source)
         return from_tokenizers(inner, source=source, **fields)
     scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
-    unknown = _id(field, "unknown_token_id", 0, source)
+    unknown = _id(field, "unknown_token_id", source)
     space_first = bool(field("add_space_prefix", True))
     return _pieces(tokens, types, scores, unknown, space_first, source, **fields)
 
 
-def _id(field: Callable, key: str, default: int | None, source: str) -> int | None:
-    id = field(key, default)
+def _id(field: Callable, key: str, source: str) -> int | None:
+    id = field(key)
     if id is not None:
         check(id, TOKEN, f"tokenizer.ggml.{key}", source)
     return id
@@ -124,7 +127,7 @@ def _template(
         return None
     check(template, _TEXT, "tokenizer.chat_template", source)
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
-    ids = {name: _id(field, f"{key}_token_id", None, source) for key, name in names.items()}
+    ids = {name: _id(field, f"{key}_token_id", source) for key, name in names.items()}
     known = {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
     return partial(render, template, **known)
 

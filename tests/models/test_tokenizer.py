@@ -15,6 +15,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors, traine
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.text.chat import render
+from models.text.from_gguf import tokenizer_from_gguf
 from models.text.tokenizer import Tokenizer
 from tests.models import tiny_files
 from tests.models.golden import golden
@@ -213,6 +214,27 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
     assert ours.named_ends == {theirs.eos_id()}
     # A stream continues a text, so the space of its first word stays.
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
+
+
+PIECES = {
+    "model": "llama",
+    "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", *(f"<0x{i:02X}>" for i in range(256))],
+    "token_type": [2, 3, 3, 1, 1, 1, 1] + [6] * 256,
+}
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def tokenizer_of(fields):
+    values = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    return tokenizer_from_gguf(lambda key, default=None: values.get(key, default), "file")
+
+
+def test_gguf_ids_left_out_are_those_of_llama_cpp():
+    pieces = tokenizer_of(PIECES)
+    assert (pieces.prefix, pieces.eos) == ((1,), 2) and pieces.prompt("a b") == [1, 6, 3, 5]
+    assert tokenizer_of(PIECES | {"add_bos_token": False}).prefix == ()
+    letters = tokenizer_of({"model": "gpt2", "pre": "llama-bpe", "tokens": LETTERS})
+    assert (letters.prefix, letters.eos) == ((), None)
 
 
 def test_folder_with_sentencepiece_rules(tmp_path):
