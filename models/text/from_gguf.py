@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from models.errors import ModelError, NoTokenizerError, brief
-from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
+from models.kinds import FLAG, TOKEN, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
 from models.text.token_bytes import from_pieces
@@ -95,7 +95,9 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     bos = _id(field, "bos_token_id", source)
     fields = {
         "eos": _id(field, "eos_token_id", source),
-        "prefix": (bos,) if bos is not None and field("add_bos_token", begins) else (),
+        "prefix": (bos,)
+        if bos is not None and _flag(field, "add_bos_token", begins, source)
+        else (),
         "render": _template(get, field, tokens, source),
     }
     types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)
@@ -107,7 +109,7 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         return from_tokenizers(inner, source=source, **fields)
     scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
     unknown = _id(field, "unknown_token_id", source)
-    space_first = bool(field("add_space_prefix", True))
+    space_first = _flag(field, "add_space_prefix", True, source)
     return _pieces(tokens, types, scores, unknown, space_first, source, **fields)
 
 
@@ -116,6 +118,12 @@ def _id(field: Callable, key: str, source: str) -> int | None:
     if id is not None:
         check(id, TOKEN, f"tokenizer.ggml.{key}", source)
     return id
+
+
+def _flag(field: Callable, key: str, default: bool, source: str) -> bool:
+    flag = field(key, default)
+    check(flag, FLAG, f"tokenizer.ggml.{key}", source)
+    return flag
 
 
 def _template(

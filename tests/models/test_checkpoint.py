@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models.checkpoints import hf_folder
+from models.checkpoints.gguf.recurrent import SSM
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.model import tensor_problems
@@ -139,6 +140,18 @@ def test_end_tokens_are_the_first_that_the_files_give_also_id_0(
     files = {"generation_config": {"eos_token_id": of_generation}}
     folder = write_folder(tmp_path / "hf", None, config, **files)
     assert open_checkpoint(folder, weights=False).stop_tokens == ends
+
+
+def test_gguf_flags_of_another_type_are_refused(tmp_path):
+    window = {"attention.sliding_window": 5}
+    pattern = {"attention.sliding_window_pattern": ["false", "false"]}
+    states = dict.fromkeys(SSM, 2) | {"attention.head_count_kv": [0, 2]}
+    for arch, more in [
+        ("gemma3", window | pattern),
+        ("granitehybrid", states | {"rope.scaling.finetuned": "false"}),
+    ]:
+        path = write_gguf(tmp_path / "tiny.gguf", {}, arch, base=tiny_files.FIELDS | more)
+        refused(path, "true or false")
 
 
 def test_tensor_unpacks_without_second_copy():

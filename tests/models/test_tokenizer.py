@@ -237,6 +237,13 @@ def test_gguf_ids_left_out_are_those_of_llama_cpp():
     assert (letters.prefix, letters.eos) == ((), None)
 
 
+@pytest.mark.parametrize("key", ["add_bos_token", "add_space_prefix"])
+@pytest.mark.parametrize("value", ["false", 0, [False]])
+def test_gguf_flag_of_another_type_is_refused(key, value):
+    with pytest.raises(ModelError, match=f"expected true or false for tokenizer.ggml.{key}"):
+        tokenizer_of(PIECES | {key: value})
+
+
 def test_folder_with_sentencepiece_rules(tmp_path):
     vocabulary = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5}
     vocabulary |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
