@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from models.errors import ModelError, NoTokenizerError, brief
 from models.kinds import FLAG, TOKEN, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
-from models.text.token_bytes import from_pieces
+from models.text.token_bytes import from_letters, from_pieces
 from models.text.tokenizer import Tokenizer
 
 # Kinds of tokens in the file; SentencePiece has the same numbers.
@@ -106,7 +107,10 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         if merges:
             check(merges, several(_TEXT, 2**24), "tokenizer.ggml.merges", source)
         inner = _byte_level(tokens, types, merges, pre, source)
-        return from_tokenizers(inner, source=source, **fields)
+        # The library has one id for each text, but a text may be repeated.
+        to_bytes = _bytes_of(tokens, types, from_letters)
+        plain = from_tokenizers(inner, source=source, **fields)
+        return replace(plain, to_bytes=to_bytes, size=len(tokens))
     scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
     unknown = _id(field, "unknown_token_id", source)
     space_first = _flag(field, "add_space_prefix", True, source)
@@ -180,6 +184,20 @@ def _byte_level(
     return inner
 
 
+def _bytes_of(
+    tokens: list[str], types: list[int], spelled: Callable[[str], bytes]
+) -> Callable[[int], bytes]:
+    """Return the function that returns the bytes of a token id."""
+
+    def to_bytes(id: int) -> bytes:
+        if not 0 <= id < len(tokens):
+            return b""
+        plain = types[id] in (_CONTROL, _USER)
+        return (str.encode if plain else spelled)(tokens[id])
+
+    return to_bytes
+
+
 def _pieces(
     tokens: list[str],
     types: list[int],
@@ -225,15 +243,9 @@ def _pieces(
             ids += [control[part]] if at % 2 else processor.encode(part) if part else []
         return ids
 
-    def to_bytes(id: int) -> bytes:
-        if not 0 <= id < len(tokens):
-            return b""
-        plain = types[id] in (_CONTROL, _USER)
-        return tokens[id].encode() if plain else from_pieces(tokens[id])
-
     return Tokenizer(
         to_ids=to_ids,
-        to_bytes=to_bytes,
+        to_bytes=_bytes_of(tokens, types, from_pieces),
         size=len(tokens),
         control=control,
         space_first=space_first,

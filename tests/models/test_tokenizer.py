@@ -244,6 +244,11 @@ def test_gguf_flag_of_another_type_is_refused(key, value):
         tokenizer_of(PIECES | {key: value})
 
 
+def test_gguf_text_of_several_ids_is_decoded_from_each():
+    letters = tokenizer_of({"model": "gpt2", "tokens": [*LETTERS, "!"]})
+    assert letters.decode([LETTERS.index("!"), 256, 257, -1]) == "!!" and letters.size == 257
+
+
 def test_folder_with_sentencepiece_rules(tmp_path):
     vocabulary = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5}
     vocabulary |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
