@@ -35,6 +35,8 @@ _REQUIRED_IN = {
     "lfm2": ("shortconv.l_cache",),
     "mamba2": recurrent.SSM,
 }
+_MAY_NOT_ROTATE = ("granitehybrid", "mamba2")
+"""Architectures of models without a rotary embedding."""
 _SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
@@ -144,7 +146,8 @@ def config_from_gguf(
         expected = f"{config['head_dim']}, the size of a key"
         raise unsupported(f"{arch}.attention.value_length", expected, values, get.source)
     rotated = get(f"{arch}.rope.dimension_count")
-    if rotated not in (None, 0, config["head_dim"]):
+    none = (0,) if arch in _MAY_NOT_ROTATE else ()
+    if rotated not in (None, *none, config["head_dim"]):
         expected = f"{config['head_dim']}, the size of a head"
         raise unsupported(f"{arch}.rope.dimension_count", expected, rotated, get.source)
     rope = _scaling(arch, get, factors)
