@@ -92,13 +92,11 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         )
     check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
     pre = field("pre", "default")
-    begins = kind == "llama" or pre in _LLAMA_3
+    begins = _flag(field, "add_bos_token", kind == "llama" or pre in _LLAMA_3, source)
     bos = _id(field, "bos_token_id", source)
     fields = {
         "eos": _id(field, "eos_token_id", source),
-        "prefix": (bos,)
-        if bos is not None and _flag(field, "add_bos_token", begins, source)
-        else (),
+        "prefix": (bos,) if begins and bos is not None else (),
         "render": _template(get, field, tokens, source),
     }
     types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)

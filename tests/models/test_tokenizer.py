@@ -282,6 +282,13 @@ def test_chat_template_functions():
     assert said == f'<b>    "é<"\n<e>3{datetime.now().year}True'
 
 
+def test_chat_template_marks_answers():
+    said = "{% if m.role == 'user' %}?{% else %}{% generation %}{{ m.content }}{% endgeneration %}"
+    template = "{% for m in messages %}" + said + "{% endif %}{% endfor %}"
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    assert chatting(template).chat(turns) == "?a?"
+
+
 def test_chat_refused_templates_raise():
     for template, message in REFUSED:
         with pytest.raises(ModelError, match=message):
