@@ -547,6 +547,13 @@ def test_save_whose_folder_is_removed_before_it_is_locked_makes_another(tmp_path
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
+@pytest.mark.parametrize("ids", [["a", 1], [0.0], [True], [None]])
+def test_load_of_saved_ids_that_are_no_integers_says_so(ids):
+    sequences = {seq: i for i, seq in enumerate(ids)}
+    with pytest.raises(TypeError, match="expected integers for saved sequence ids, got"):
+        snapshot.load(snapshot.save(make()), into=make(), sequences=sequences)
+
+
 def test_save_without_safetensors_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # marks it as missing
     with pytest.raises(ImportError, match="got none; pip install safetensors"):
