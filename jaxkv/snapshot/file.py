@@ -291,7 +291,7 @@ def _check_nesting(value: Json, levels: int) -> None:
 def _locked_folder(path: Path) -> Iterator[Path]:
     """Make a temporary folder next to `path`; lock it, and remove it at the end."""
     while True:
-        folder = Path(tempfile.mkdtemp(UNFINISHED, f".{path.name}.", path.parent))
+        folder = Path(tempfile.mkdtemp(UNFINISHED, ".snapshot.", path.parent))
         lock = _lock(folder, wait=True)
         if folder.exists():
             break

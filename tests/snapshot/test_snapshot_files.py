@@ -547,6 +547,12 @@ def test_save_whose_folder_is_removed_before_it_is_locked_makes_another(tmp_path
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
+def test_save_takes_the_longest_name_of_a_file(tmp_path):
+    path = tmp_path / ("n" * 255)
+    snapshot.save(make(), path=path)
+    assert [*tmp_path.iterdir()] == [path] and snapshot.load(path)
+
+
 @pytest.mark.parametrize("ids", [["a", 1], [0.0], [True], [None]])
 def test_load_of_saved_ids_that_are_no_integers_says_so(ids):
     sequences = {seq: i for i, seq in enumerate(ids)}
