@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -158,6 +159,23 @@ def test_gguf_flags_of_another_type_are_refused(tmp_path):
     ]:
         path = write_gguf(tmp_path / "tiny.gguf", {}, arch, base=tiny_files.FIELDS | more)
         refused(path, "true or false")
+
+
+@pytest.mark.parametrize("write", [write_folder, write_gguf])
+def test_load_joins_tensors_of_several_dtypes(tmp_path, write):
+    """q, k and v are one array of the model, as are gate and up."""
+    dtypes = [np.float16, ml_dtypes.bfloat16, np.float32]
+    mixed = {
+        name: array.astype(dtypes[i % 3])
+        for i, (name, array) in enumerate(tiny_tensors().items())
+        if not name.endswith("bias")
+    }
+    plain = {name: array.astype(np.float32) for name, array in mixed.items()}
+    got, want = (
+        models.load(write(tmp_path / name, tensors)).params
+        for name, tensors in (("mixed", mixed), ("plain", plain))
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_tensor_unpacks_without_second_copy():
