@@ -250,6 +250,15 @@ def test_load_of_content_that_no_cache_has_raises():
             assert of_jaxkv(caught.value), changes
 
 
+def test_load_of_an_evicted_position_without_a_window_raises():
+    """A plan would refuse each batch of the sequence."""
+    cache = make()
+    marks = np.zeros(cache.table.evicted_below.shape, np.int32)
+    marks[0] = 1
+    with pytest.raises(ValueError, match=r"expected evicted_below of 0 \(no window\), got 1"):
+        snapshot.load(resigned(snapshot.save(cache), {"table.evicted_below": marks}))
+
+
 def of_jaxkv(error):
     """Whether a message is a sentence of jaxkv, and so is the cause in it."""
     *_, cause = str(error).partition(" describes a cache, got one that does not (")
