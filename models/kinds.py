@@ -59,6 +59,7 @@ def either(first: Kind, second: Kind) -> Kind:
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxlong = 50
+FLAG = Kind(words="true or false", holds=lambda value: type(value) is bool)
 TOKEN = whole(0, 2**31 - 2)
 """A token id."""
 

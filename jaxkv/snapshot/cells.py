@@ -186,6 +186,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         check_values(np.any(owners != 0, axis=1), "owners", owners[:, 0], "of each cell")
         evicted_below = read("evicted_below")
         check_values(evicted_below >= 0, "evicted_below", evicted_below, "of at least 0")
+        if table.window is None:  # else each batch of the sequence would be refused
+            check_values(evicted_below == 0, "evicted_below", evicted_below, "of 0 (no window)")
 
     @staticmethod
     def assign_slots(

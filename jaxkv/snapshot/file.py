@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,7 +35,7 @@ MAX_NESTING = 64
 """Largest depth of lists and dicts in `model_id` and `notes`."""
 
 UNFINISHED = ".jaxkv-unfinished"
-"""End of the names of temporary files."""
+"""End of the names of temporary folders."""
 
 Source = str | os.PathLike | bytes
 """Path of a snapshot file, or the bytes of a snapshot."""
@@ -90,19 +91,18 @@ class SnapshotFile:
 def write_file(
     path: str | os.PathLike, description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a snapshot to a temporary file next to `path`, then rename the file to `path`.
+    """Write a snapshot to a temporary folder next to `path`, then move the file to `path`.
 
-    If the process is killed, the temporary file remains. The next call for the folder removes it.
+    If the process is killed, the temporary folder remains. The next call removes it. A folder also
+    contains the temporary file that safetensors writes and renames, which would lose a lock.
     """
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"expected a folder {path.parent} for {path}, got none; make it")
     stored, metadata = _pack(description, arrays)
-    _remove_abandoned_files(path.parent)
-    handle, beside = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
-    with os.fdopen(handle) as file:
-        if not _lock(handle):
-            file.close()  # Windows does not rename open files.
+    _remove_abandoned(path.parent)
+    with _locked_folder(path) as folder:
+        beside = folder / "snapshot"
         try:
             module.numpy.save_file(stored, beside, metadata)
             _sync_to_disk(beside)
@@ -111,8 +111,6 @@ def write_file(
             raise OSError(
                 f"expected to write {path}, got {error}; free some space, or pass another path"
             ) from error
-        finally:
-            Path(beside).unlink(missing_ok=True)
 
 
 def json_round_trip(value: object, name: str) -> Json:
@@ -289,23 +287,54 @@ def _check_nesting(value: Json, levels: int) -> None:
         raise RecursionError(f"expected at most {levels} levels of lists, got more; flatten them")
 
 
-def _remove_abandoned_files(folder: Path) -> None:
-    """Remove the temporary files of killed processes; those of other processes are locked."""
+@contextmanager
+def _locked_folder(path: Path) -> Iterator[Path]:
+    """Make a temporary folder next to `path`; lock it, and remove it at the end."""
+    while True:
+        folder = Path(tempfile.mkdtemp(UNFINISHED, ".snapshot.", path.parent))
+        lock = _lock(folder, wait=True)
+        if folder.exists():
+            break
+        _unlock(lock)  # The save of another process removed the folder before it was locked.
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _unlock(lock)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of killed processes; those of other processes are locked.
+
+    Earlier versions of jaxkv left files.
+    """
     for path in folder.glob(f".*{UNFINISHED}"):
-        with suppress(OSError), path.open("r+b") as file:
-            if _lock(file.fileno()):
-                path.unlink()
+        lock = _lock(path, wait=False)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        _unlock(lock)
 
 
-def _lock(handle: int) -> bool:
-    """Lock an open file until it is closed; return False if that is not possible."""
+def _lock(path: Path, *, wait: bool) -> int | None:
+    """Open and lock a file or folder; return its descriptor, or None if that is not possible."""
+    handle = None
     try:
         import fcntl
 
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        handle = os.open(path, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (ImportError, OSError):  # on Windows, or locked
-        return False
-    return True
+        _unlock(handle)
+        return None
+    return handle
+
+
+def _unlock(lock: int | None) -> None:
+    """Close the descriptor of a locked file or folder."""
+    if lock is not None:
+        os.close(lock)
 
 
 def _resolve_path(path: str | os.PathLike) -> Path:
@@ -330,7 +359,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _sync_to_disk(path: str) -> None:
+def _sync_to_disk(path: Path) -> None:
     """Give a file the permissions that new files have by default, and flush the file to disk."""
     mask = os.umask(0)
     os.umask(mask)

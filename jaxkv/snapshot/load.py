@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import Cache
+from jaxkv.core.validate import check_int32
 from jaxkv.snapshot.assemble import (
     NamedPart,
     cache_shapes,
@@ -201,6 +202,7 @@ def _map_sequences(
 ) -> SequenceMap:
     spec, target_of = cache.table.spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
+        check_int32([*sequences], "saved sequence ids")
         if not set(sequences) <= set(saved):
             raise ValueError(
                 f"expected some of the saved sequences {saved}, got {sorted(sequences)}; pass "

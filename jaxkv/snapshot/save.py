@@ -32,13 +32,13 @@ def save(
 
     A snapshot contains the cells or states of the saved sequences, with pending shifts and the
     highest evicted positions. Empty cells and stamps are not saved. The file is written
-    under a temporary name and then renamed, so a file with the final name is always complete.
+    in a temporary folder and then moved, so a file with the final name is always complete.
 
     Args:
       cache: cache on one device.
       path: path of the file; by default, `save` returns bytes. An existing file is replaced, and
-        links are followed. If the process is killed, a file `.*.jaxkv-unfinished` remains in the
-        folder until the next `save` into the folder removes it.
+        links are followed. If the process is killed, a folder `.*.jaxkv-unfinished` remains next to
+        the path until the next `save` there removes it.
       sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
       tokens: token ids by sequence id, returned by `snapshot.inspect`. They are not compared with
         the cache, which stores no tokens.

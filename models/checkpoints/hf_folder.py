@@ -80,9 +80,10 @@ def _is_tied(tensors: Mapping[str, Tensor], config: Config) -> bool:
 
 def _end_tokens(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     """Return the ids under the key `eos_token_id`, which is an id or a list of ids."""
-    text = config.get("text_config")
-    found = config.get("eos_token_id") or (text or {}).get("eos_token_id") or []
-    if not found and found != 0:
+    places = (config, config.get("text_config") or {})
+    given = [place.get("eos_token_id") for place in places]
+    found = next((ids for ids in given if ids is not None and ids != []), None)  # an id may be 0
+    if found is None:
         return frozenset()
     check(found, either(TOKEN, several(TOKEN, 1000)), "eos_token_id", str(folder))
     return frozenset(found if isinstance(found, list) else [found])

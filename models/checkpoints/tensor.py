@@ -55,9 +55,18 @@ def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
         shapes[0] = []
     return Tensor(
         shape=tuple(shapes[0]),
-        read=lambda: np.concatenate([tensor.read() for tensor in tensors], axis),
+        read=lambda: np.concatenate(_of_one_dtype([tensor.read() for tensor in tensors]), axis),
         stored=tuple(name for tensor in tensors for name in tensor.stored),
     )
+
+
+def _of_one_dtype(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """Return arrays unchanged, or as float32 if they have several dtypes.
+
+    NumPy has no common dtype of float16 and bfloat16.
+    """
+    same = len({array.dtype for array in arrays}) == 1
+    return arrays if same else [array.astype(np.float32) for array in arrays]
 
 
 def check_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:

@@ -24,6 +24,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    environment.add_extension(_generation_tag())
     environment.filters["tojson"] = _to_json
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
@@ -34,6 +35,20 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     return environment.from_string(template).render(
         messages=messages, add_generation_prompt=True, **variables
     )
+
+
+def _generation_tag() -> type:
+    """Return the extension with the tag `generation`, which marks answers for training."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
 
 
 def _to_json(value, indent=None, ensure_ascii=False, **options):

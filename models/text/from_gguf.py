@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,10 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from models.errors import ModelError, NoTokenizerError, brief
-from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
+from models.kinds import FLAG, TOKEN, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
-from models.text.token_bytes import from_pieces
+from models.text.token_bytes import from_letters, from_pieces
 from models.text.tokenizer import Tokenizer
 
 # Kinds of tokens in the file; SentencePiece has the same numbers.
@@ -74,11 +75,14 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     The function `get` returns the value of a metadata key, or a default if the key is absent. The
     argument `source` is a file name for messages.
     """
+    kind, defaults = get("tokenizer.ggml.model"), {}
+    if kind == "llama":  # as in llama.cpp, where byte-level vocabularies have no such defaults
+        defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 
     def field(key: str, default: Any = None) -> Any:
-        return get(f"tokenizer.ggml.{key}", default)
+        return get(f"tokenizer.ggml.{key}", defaults.get(key, default))
 
-    kind, tokens = field("model"), field("tokens")
+    tokens = field("tokens")
     if kind is tokens is None:
         raise NoTokenizerError(f"{source} has no tokenizer; give another model.")
     if kind not in ("gpt2", "llama"):
@@ -88,11 +92,11 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         )
     check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
     pre = field("pre", "default")
-    begins = kind == "llama" or pre in _LLAMA_3
-    bos = _id(field, "bos_token_id", None, source)
+    begins = _flag(field, "add_bos_token", kind == "llama" or pre in _LLAMA_3, source)
+    bos = _id(field, "bos_token_id", source)
     fields = {
-        "eos": _id(field, "eos_token_id", None, source),
-        "prefix": (bos,) if bos is not None and field("add_bos_token", begins) else (),
+        "eos": _id(field, "eos_token_id", source),
+        "prefix": (bos,) if begins and bos is not None else (),
         "render": _template(get, field, tokens, source),
     }
     types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)
@@ -101,18 +105,27 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         if merges:
             check(merges, several(_TEXT, 2**24), "tokenizer.ggml.merges", source)
         inner = _byte_level(tokens, types, merges, pre, source)
-        return from_tokenizers(inner, source=source, **fields)
+        # The library has one id for each text, but a text may be repeated.
+        to_bytes = _bytes_of(tokens, types, from_letters)
+        plain = from_tokenizers(inner, source=source, **fields)
+        return replace(plain, to_bytes=to_bytes, size=len(tokens))
     scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
-    unknown = _id(field, "unknown_token_id", 0, source)
-    space_first = bool(field("add_space_prefix", True))
+    unknown = _id(field, "unknown_token_id", source)
+    space_first = _flag(field, "add_space_prefix", True, source)
     return _pieces(tokens, types, scores, unknown, space_first, source, **fields)
 
 
-def _id(field: Callable, key: str, default: int | None, source: str) -> int | None:
-    id = field(key, default)
+def _id(field: Callable, key: str, source: str) -> int | None:
+    id = field(key)
     if id is not None:
         check(id, TOKEN, f"tokenizer.ggml.{key}", source)
     return id
+
+
+def _flag(field: Callable, key: str, default: bool, source: str) -> bool:
+    flag = field(key, default)
+    check(flag, FLAG, f"tokenizer.ggml.{key}", source)
+    return flag
 
 
 def _template(
@@ -124,7 +137,7 @@ def _template(
         return None
     check(template, _TEXT, "tokenizer.chat_template", source)
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
-    ids = {name: _id(field, f"{key}_token_id", None, source) for key, name in names.items()}
+    ids = {name: _id(field, f"{key}_token_id", source) for key, name in names.items()}
     known = {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
     return partial(render, template, **known)
 
@@ -167,6 +180,20 @@ def _byte_level(
     )
     inner.add_tokens([AddedToken(token, normalized=False) for token, t in rows if t == _USER])
     return inner
+
+
+def _bytes_of(
+    tokens: list[str], types: list[int], spelled: Callable[[str], bytes]
+) -> Callable[[int], bytes]:
+    """Return the function that returns the bytes of a token id."""
+
+    def to_bytes(id: int) -> bytes:
+        if not 0 <= id < len(tokens):
+            return b""
+        plain = types[id] in (_CONTROL, _USER)
+        return (str.encode if plain else spelled)(tokens[id])
+
+    return to_bytes
 
 
 def _pieces(
@@ -214,15 +241,9 @@ def _pieces(
             ids += [control[part]] if at % 2 else processor.encode(part) if part else []
         return ids
 
-    def to_bytes(id: int) -> bytes:
-        if not 0 <= id < len(tokens):
-            return b""
-        plain = types[id] in (_CONTROL, _USER)
-        return tokens[id].encode() if plain else from_pieces(tokens[id])
-
     return Tokenizer(
         to_ids=to_ids,
-        to_bytes=to_bytes,
+        to_bytes=_bytes_of(tokens, types, from_pieces),
         size=len(tokens),
         control=control,
         space_first=space_first,

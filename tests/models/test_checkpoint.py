@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models.checkpoints import hf_folder
+from models.checkpoints.gguf.recurrent import SSM
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.model import tensor_problems
@@ -117,6 +119,63 @@ def test_folder_of_larger_model_gives_language_part(tmp_path):
     assert held.config["num_attention_heads"] == 8 and held.config["head_dim"] == 256
     wanted = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     assert held.config["layer_types"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("of_generation", "top", "of_text", "ends"),
+    [
+        (0, 7, 5, {0}),
+        ([0], 7, 5, {0}),
+        (None, 0, 5, {0}),
+        ([], [0, 3], 5, {0, 3}),
+        (None, None, 0, {0}),
+        (None, [], 5, {5}),
+        (None, None, None, set()),
+    ],
+)
+def test_end_tokens_are_the_first_that_the_files_give_also_id_0(
+    tmp_path, of_generation, top, of_text, ends
+):
+    inner = {"model_type": "gemma3_text", "num_hidden_layers": 1, "eos_token_id": of_text}
+    config = {"model_type": "gemma3", "eos_token_id": top, "text_config": inner}
+    files = {"generation_config": {"eos_token_id": of_generation}}
+    folder = write_folder(tmp_path / "hf", None, config, **files)
+    assert open_checkpoint(folder, weights=False).stop_tokens == ends
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_gguf_that_rotates_no_whole_head_is_refused(tmp_path, size):
+    path = write_gguf(tmp_path / "tiny.gguf", {}, fields={"llama.rope.dimension_count": size})
+    refused(path, f"dimension_count {tiny_files.SIZE}, the size of a head, got {size}")
+
+
+def test_gguf_flags_of_another_type_are_refused(tmp_path):
+    window = {"attention.sliding_window": 5}
+    pattern = {"attention.sliding_window_pattern": ["false", "false"]}
+    states = dict.fromkeys(SSM, 2) | {"attention.head_count_kv": [0, 2]}
+    for arch, more in [
+        ("gemma3", window | pattern),
+        ("granitehybrid", states | {"rope.scaling.finetuned": "false"}),
+    ]:
+        path = write_gguf(tmp_path / "tiny.gguf", {}, arch, base=tiny_files.FIELDS | more)
+        refused(path, "true or false")
+
+
+@pytest.mark.parametrize("write", [write_folder, write_gguf])
+def test_load_joins_tensors_of_several_dtypes(tmp_path, write):
+    """q, k and v are one array of the model, as are gate and up."""
+    dtypes = [np.float16, ml_dtypes.bfloat16, np.float32]
+    mixed = {
+        name: array.astype(dtypes[i % 3])
+        for i, (name, array) in enumerate(tiny_tensors().items())
+        if not name.endswith("bias")
+    }
+    plain = {name: array.astype(np.float32) for name, array in mixed.items()}
+    got, want = (
+        models.load(write(tmp_path / name, tensors)).params
+        for name, tensors in (("mixed", mixed), ("plain", plain))
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_tensor_unpacks_without_second_copy():

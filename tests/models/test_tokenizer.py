@@ -15,6 +15,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors, traine
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.text.chat import render
+from models.text.from_gguf import tokenizer_from_gguf
 from models.text.tokenizer import Tokenizer
 from tests.models import tiny_files
 from tests.models.golden import golden
@@ -215,6 +216,39 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
 
 
+PIECES = {
+    "model": "llama",
+    "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", *(f"<0x{i:02X}>" for i in range(256))],
+    "token_type": [2, 3, 3, 1, 1, 1, 1] + [6] * 256,
+}
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def tokenizer_of(fields):
+    values = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    return tokenizer_from_gguf(lambda key, default=None: values.get(key, default), "file")
+
+
+def test_gguf_ids_left_out_are_those_of_llama_cpp():
+    pieces = tokenizer_of(PIECES)
+    assert (pieces.prefix, pieces.eos) == ((1,), 2) and pieces.prompt("a b") == [1, 6, 3, 5]
+    assert tokenizer_of(PIECES | {"add_bos_token": False}).prefix == ()
+    letters = tokenizer_of({"model": "gpt2", "pre": "llama-bpe", "tokens": LETTERS})
+    assert (letters.prefix, letters.eos) == ((), None)
+
+
+@pytest.mark.parametrize("key", ["add_bos_token", "add_space_prefix"])
+@pytest.mark.parametrize("value", ["false", 0, [False]])
+def test_gguf_flag_of_another_type_is_refused(key, value):
+    with pytest.raises(ModelError, match=f"expected true or false for tokenizer.ggml.{key}"):
+        tokenizer_of(PIECES | {key: value})
+
+
+def test_gguf_text_of_several_ids_is_decoded_from_each():
+    letters = tokenizer_of({"model": "gpt2", "tokens": [*LETTERS, "!"]})
+    assert letters.decode([LETTERS.index("!"), 256, 257, -1]) == "!!" and letters.size == 257
+
+
 def test_folder_with_sentencepiece_rules(tmp_path):
     vocabulary = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5}
     vocabulary |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
@@ -246,6 +280,13 @@ def test_chat_template_functions():
     )
     said = chatting(template).chat([{"role": "user", "content": "é<"}], tools=3)
     assert said == f'<b>    "é<"\n<e>3{datetime.now().year}True'
+
+
+def test_chat_template_marks_answers():
+    said = "{% if m.role == 'user' %}?{% else %}{% generation %}{{ m.content }}{% endgeneration %}"
+    template = "{% for m in messages %}" + said + "{% endif %}{% endfor %}"
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    assert chatting(template).chat(turns) == "?a?"
 
 
 def test_chat_refused_templates_raise():

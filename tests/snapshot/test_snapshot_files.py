@@ -31,7 +31,8 @@ import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose_hybrid_cache
-from jaxkv.snapshot.file import MAX_NESTING, file_bytes, open_file
+from jaxkv.snapshot import file as file_module
+from jaxkv.snapshot.file import MAX_NESTING, UNFINISHED, file_bytes, open_file
 from tests.helpers import edit_sequences
 from tests.helpers.caches import assert_identical, attention_cache, drawn, lost, recurrent_cache
 from tests.helpers.mistakes import assert_raises, mistakes
@@ -247,6 +248,15 @@ def test_load_of_content_that_no_cache_has_raises():
             with pytest.raises(ValueError, match=message) as caught:
                 load(resigned(data, changes))
             assert of_jaxkv(caught.value), changes
+
+
+def test_load_of_an_evicted_position_without_a_window_raises():
+    """A plan would refuse each batch of the sequence."""
+    cache = make()
+    marks = np.zeros(cache.table.evicted_below.shape, np.int32)
+    marks[0] = 1
+    with pytest.raises(ValueError, match=r"expected evicted_below of 0 \(no window\), got 1"):
+        snapshot.load(resigned(snapshot.save(cache), {"table.evicted_below": marks}))
 
 
 def of_jaxkv(error):
@@ -498,19 +508,65 @@ snapshot.save(jaxkv.make_cache(spec, cells=4), path=sys.argv[1])
 """
 
 
-def test_save_removes_files_of_killed_saves_and_no_others(tmp_path):
-    path = tmp_path / "file"
+def test_save_removes_folders_of_killed_saves_and_no_others(tmp_path):
+    path, old = tmp_path / "file", tmp_path / f".old{UNFINISHED}"
     snapshot.save(make(), path=path, model_id="old")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT, check=False)
     assert killed.returncode == -signal.SIGKILL
-    (left,) = {*tmp_path.iterdir()} - {path}
-    assert snapshot.inspect(path).model_id == "old" and snapshot.inspect(left).model_id is None
-    with left.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as a running save
-        snapshot.save(make(), path=tmp_path / "other")
-        assert left.exists()
+    old.touch()  # as an earlier version left it
+    (left,) = {*tmp_path.iterdir()} - {path, old}
+    (inner,) = left.iterdir()
+    assert snapshot.inspect(path).model_id == "old" and snapshot.inspect(inner).model_id is None
+    lock = os.open(left, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as a running save
+    snapshot.save(make(), path=tmp_path / "other")
+    assert inner.exists() and not old.exists()
+    os.close(lock)
     snapshot.save(make(), path=tmp_path / "other")
     assert {*tmp_path.iterdir()} == {path, tmp_path / "other"}
+
+
+@pytest.mark.parametrize("moment", [(safetensors.numpy, "save_file"), (os, "replace")])
+def test_save_during_another_save_into_the_folder_removes_none_of_its_files(
+    tmp_path, monkeypatch, moment
+):
+    """At each moment; safetensors itself writes a file and renames it."""
+    real, left = getattr(*moment), [tmp_path / "second"]
+
+    def interrupted(*args):
+        while left:
+            snapshot.save(make(), path=left.pop())
+        return real(*args)
+
+    monkeypatch.setattr(*moment, interrupted)
+    snapshot.save(make(), path=tmp_path / "first")
+    assert {*tmp_path.iterdir()} == {tmp_path / "first", tmp_path / "second"}
+
+
+def test_save_whose_folder_is_removed_before_it_is_locked_makes_another(tmp_path, monkeypatch):
+    real, other = file_module._lock, [tmp_path]
+
+    def late(path, *, wait):
+        while wait and other:
+            file_module._remove_abandoned(other.pop())
+        return real(path, wait=wait)
+
+    monkeypatch.setattr(file_module, "_lock", late)
+    snapshot.save(make(), path=tmp_path / "file")
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
+def test_save_takes_the_longest_name_of_a_file(tmp_path):
+    path = tmp_path / ("n" * 255)
+    snapshot.save(make(), path=path)
+    assert [*tmp_path.iterdir()] == [path] and snapshot.load(path)
+
+
+@pytest.mark.parametrize("ids", [["a", 1], [0.0], [True], [None]])
+def test_load_of_saved_ids_that_are_no_integers_says_so(ids):
+    sequences = {seq: i for i, seq in enumerate(ids)}
+    with pytest.raises(TypeError, match="expected integers for saved sequence ids, got"):
+        snapshot.load(snapshot.save(make()), into=make(), sequences=sequences)
 
 
 def test_save_without_safetensors_says_what_to_install(monkeypatch):

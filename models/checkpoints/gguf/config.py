@@ -8,7 +8,7 @@ from models.checkpoints.gguf import gpt_oss, recurrent
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.ranges import LAYERS
 from models.errors import ModelError, brief_json, unsupported
-from models.kinds import check, number, whole
+from models.kinds import FLAG, check, either, number, several, whole
 
 CONVERTERS = {arch: module for module in (gpt_oss, recurrent) for arch in module.READ}
 """Module that converts tensors and keys of an architecture."""
@@ -35,6 +35,8 @@ _REQUIRED_IN = {
     "lfm2": ("shortconv.l_cache",),
     "mamba2": recurrent.SSM,
 }
+_MAY_NOT_ROTATE = ("granitehybrid", "mamba2")
+"""Architectures of models without a rotary embedding."""
 _SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
@@ -144,7 +146,8 @@ def config_from_gguf(
         expected = f"{config['head_dim']}, the size of a key"
         raise unsupported(f"{arch}.attention.value_length", expected, values, get.source)
     rotated = get(f"{arch}.rope.dimension_count")
-    if rotated not in (None, 0, config["head_dim"]):
+    none = (0,) if arch in _MAY_NOT_ROTATE else ()
+    if rotated not in (None, *none, config["head_dim"]):
         expected = f"{config['head_dim']}, the size of a head"
         raise unsupported(f"{arch}.rope.dimension_count", expected, rotated, get.source)
     rope = _scaling(arch, get, factors)
@@ -160,9 +163,12 @@ def _gemma3(get: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     # Only the largest model (62 layers) does not scale its queries by head_dim.
     c, layers = config, config["num_hidden_layers"]
     largest = layers == 62 and c["hidden_size"] and c["num_attention_heads"]
-    pattern = get("gemma3.attention.sliding_window_pattern", 6)
-    if not isinstance(pattern, list):  # newer files have a list by layer
-        check(pattern, whole(1, LAYERS), "gemma3.attention.sliding_window_pattern", get.source)
+    key = "gemma3.attention.sliding_window_pattern"
+    pattern = get(key, 6)
+    if isinstance(pattern, list):  # newer files have a flag for each layer
+        check(pattern, several(either(FLAG, whole(0, 1)), LAYERS), key, get.source)
+    else:
+        check(pattern, whole(1, LAYERS), key, get.source)
         pattern = [(layer + 1) % pattern for layer in range(layers)]
     theta = get("gemma3.rope.freq_base_swa", 10000.0)
     return {

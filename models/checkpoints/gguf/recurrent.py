@@ -16,7 +16,7 @@ from models.checkpoints.gguf.halves import convert_tensors
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.ranges import LAYERS
 from models.checkpoints.tensor import Tensor, join
-from models.kinds import several, whole
+from models.kinds import FLAG, several, whole
 
 SSM = tuple(
     f"ssm.{name}"
@@ -187,8 +187,9 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
             **kinds,
         }
     scale = get(f"{arch}.attention.scale")
+    rotates = get.checked(f"{arch}.rope.scaling.finetuned", FLAG, False)
     return {
-        "position_embedding_type": "rope" if get(f"{arch}.rope.scaling.finetuned") else None,
+        "position_embedding_type": "rope" if rotates else None,
         "attention_multiplier": scale or (config["head_dim"] or 1) ** -0.5,
         "attention_bias": False,
         "embedding_multiplier": get(f"{arch}.embedding_scale", 1.0),
