@@ -82,7 +82,10 @@ def _commit_if_all_ok(
     parts, checks = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
     present = jnp.ones(table.spec.sequences, bool)
-    ends_differ = changed.sequence_status(present).missing & ~table.sequence_status(present).missing
+    ends_differ = (
+        changed.sequence_status(present).context_evicted
+        & ~table.sequence_status(present).context_evicted
+    )
     check = join_checks(*checks, (~jnp.any(ends_differ), Reason.PARTS_DIFFER))
     table = jax.tree.map(lambda new, old: jnp.where(check.ok, new, old), changed, table)
     return table, check
@@ -135,9 +138,9 @@ class HybridMaintenancePlan(MaintenancePlan):
     spec: TableSpec = static_field()
 
     @property
-    def pending(self) -> Int32[Array, ""]:
+    def num_changes(self) -> Int32[Array, ""]:
         """Number of keys that an update rotates, or of cells that a defrag moves, in all parts."""
-        return _sum([part.pending for part in self.parts])
+        return _sum([part.num_changes for part in self.parts])
 
     def is_current(self, table: HybridTable) -> Bool[Array, ""]:
         """Return whether the plans of all parts are current."""
@@ -303,14 +306,14 @@ class HybridTable(CacheTable):
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Combine the status of all parts; `missing` is also True if parts differ in `last`."""
+        """Combine the status of all parts; if `last` differs, `context_evicted` is True."""
         statuses = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in statuses])
         ends_differ = present & _any([status.last != last for status in statuses])
         return SequenceStatus(
             last=last,
-            missing=ends_differ | _any([status.missing for status in statuses]),
-            pending=_any([status.pending for status in statuses]),
+            context_evicted=ends_differ | _any([status.context_evicted for status in statuses]),
+            shift_pending=_any([status.shift_pending for status in statuses]),
         )
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:

@@ -36,13 +36,13 @@ class SequenceStatus(NamedTuple):
     """Status of each sequence that has tokens in a batch.
 
     last: Last position of the sequence; -1 if the sequence is empty or not in the batch.
-    missing: Whether a cell or state that the next token needs was evicted or removed.
-    pending: Whether the sequence owns a key with a pending shift.
+    context_evicted: Whether a cell or state that the next token needs was evicted or removed.
+    shift_pending: Whether the sequence owns a key with a pending shift.
     """
 
     last: Int32[Array, " Q"]
-    missing: Bool[Array, " Q"]
-    pending: Bool[Array, " Q"]
+    context_evicted: Bool[Array, " Q"]
+    shift_pending: Bool[Array, " Q"]
 
 
 class Admission(NamedTuple):
@@ -92,13 +92,13 @@ class MaintenancePlan(Partitioned):
 
     @property
     @abstractmethod
-    def pending(self) -> Int32[Array, ""]:
+    def num_changes(self) -> Int32[Array, ""]:
         """Number of keys that an update rotates, or of cells that a defrag moves."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the plan rotates no keys and moves no cells; the plan must not be traced."""
-        return not self.pending
+        return not self.num_changes
 
     @abstractmethod
     def is_current(self, table: Any) -> Bool[Array, ""]:

@@ -42,7 +42,7 @@ class Ubatch(Partitioned):
       of a part that the ubatch does not use is None. In a pytree of slots, int32 arrays are indices
       and uint32 arrays are hashes.
     valid: False for padding.
-    more: True for a token whose sequence has further tokens in a later ubatch of the plan.
+    continues_later: True for a token whose sequence has further tokens in a later ubatch.
     outputs: indices among the R * T tokens. They select the tokens that need logits and, as padding
       of this array, arbitrary tokens. `Plan.gather_outputs` removes the logits of padding, and
       returns the other logits in the order of the batch.
@@ -62,7 +62,7 @@ class Ubatch(Partitioned):
     row_sequence: Int32[Array, " R"]
     slots: PyTree[Int32[Array, "R T"]]
     valid: Bool[Array, "R T"]
-    more: Bool[Array, "R T"]
+    continues_later: Bool[Array, "R T"]
     outputs: Int32[Array, " O"]
     output_index: Int32[Array, " O"]
     version: PyTree[UInt32[Array, " S"]]

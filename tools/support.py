@@ -206,7 +206,7 @@ def defrag(trial: Trial) -> str:
     cache, ok = jaxkv.seq_rm(cache, 0)
     assert ok
     cache = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
-    assert jaxkv.defrag_plan(cache).pending == 0
+    assert jaxkv.defrag_plan(cache).num_changes == 0
     return trial.goes_on(cache, 0, 1)
 
 

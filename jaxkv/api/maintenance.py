@@ -29,17 +29,17 @@ def init_update(cache: Cache) -> MaintenancePlan:
       cache: any cache. In a cache without shifted keys, the plan has no keys to rotate.
 
     Returns:
-      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
-      `[]` int32 is the number of keys to rotate in all streams.
+      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property
+      `num_changes` `[]` int32 is the number of keys to rotate in all streams.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
       >>> cache = make_cache(spec, cells=4)
       >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
       >>> cache, ok = seq_add(cache, 0, 1, -1, delta=4)
-      >>> init_update(cache).pending.item()
+      >>> init_update(cache).num_changes.item()
       2
-      >>> init_update(apply(cache, init_update(cache))).pending.item()
+      >>> init_update(apply(cache, init_update(cache))).num_changes.item()
       0
 
     llama.cpp: `llama_memory_i::init_update`, the K-shift.
@@ -61,8 +61,8 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
         the limit, all runs of the tile are moved.
 
     Returns:
-      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending`
-      `[]` int32 is the number of cells that this plan moves in all streams.
+      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property
+      `num_changes` `[]` int32 is the number of cells that this plan moves in all streams.
 
     Raises:
       TypeError: If `max_moves` is traced.

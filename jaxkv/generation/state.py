@@ -41,7 +41,7 @@ class DecodeState:
     reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
     key: Random key of each sequence; each draw folds `draw_index` into the key.
     draw_index: Position of the first drawn token, plus the number of draws so far.
-    follows: Hash of the last cached token of each sequence, to detect edits.
+    last_token_hash: Hash of the last cached token of each sequence, to detect edits.
     """
 
     token: Int32[Array, " Z"]
@@ -51,7 +51,7 @@ class DecodeState:
     reason: Int32[Array, " Z"]
     key: Key[Array, " Z"]
     draw_index: Int32[Array, " Z"]
-    follows: UInt32[Array, " Z"]
+    last_token_hash: UInt32[Array, " Z"]
     sampler_state: PyTree
 
 
@@ -83,7 +83,7 @@ def make_decode_state(
     remaining = _broadcast_to_texts(
         END if max_new_tokens is None else max_new_tokens, count, "max_new_tokens"
     )
-    key, draw, follows = _init_draw_state(table, check_seed(seed, count), ids)
+    key, draw, last_token_hash = _init_draw_state(table, check_seed(seed, count), ids)
     reason: PyTree = np.full(count, Reason.OK, np.int32)
     state = DecodeState(
         token=token,
@@ -93,7 +93,7 @@ def make_decode_state(
         reason=reason,
         key=key,
         draw_index=draw,
-        follows=follows,
+        last_token_hash=last_token_hash,
         sampler_state=sampler.init(_prompts_as_rows(prompts, count)),
     )
     state = check_state(table.spec, state)
@@ -108,7 +108,7 @@ def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
 
 def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
     """End sequences whose last cached token differs from `state.follows` (reason EDITED)."""
-    _, same = table.compare_last_tokens(state.sequence, state.follows)
+    _, same = table.compare_last_tokens(state.sequence, state.last_token_hash)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
     return replace(state, active=state.active & ~edited, reason=reason)
@@ -117,9 +117,9 @@ def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
 def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeState:
     """Update hashes of last tokens from the table, except for sequences with the reason EDITED."""
     edited = state.reason == Reason.EDITED
-    follows, _ = table.compare_last_tokens(state.sequence, state.follows)
-    follows = jnp.where(edited, state.follows, follows)
-    return replace(state, follows=follows)
+    last_token_hash, _ = table.compare_last_tokens(state.sequence, state.last_token_hash)
+    last_token_hash = jnp.where(edited, state.last_token_hash, last_token_hash)
+    return replace(state, last_token_hash=last_token_hash)
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
@@ -154,7 +154,7 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
         reason=check_int32(state.reason, "reason"),
         key=state.key,
         draw_index=check_int32(state.draw_index, "draw_index"),
-        follows=state.follows,
+        last_token_hash=state.last_token_hash,
         sampler_state=state.sampler_state,
     )
     own, others = (
@@ -224,9 +224,9 @@ def check_seed(seed: Seeds, count: int) -> Seeds:
 def _init_draw_state(
     table: CacheTable, seed: Integer[Array, "*n"] | Key[Array, "*n"], ids: Int32[Array, " Z"]
 ) -> tuple[Key[Array, " Z"], Int32[Array, " Z"], UInt32[Array, " Z"]]:
-    """Return the fields `key`, `draw_index` and `follows` of the initial state."""
+    """Return the fields `key`, `draw_index` and `last_token_hash` of the initial state."""
     keys = seed if is_key(seed) else jnp.vectorize(jax.random.key)(seed)
     if not jnp.ndim(seed):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, ids)
-    follows, _ = table.compare_last_tokens(ids, jnp.zeros(ids.shape, jnp.uint32))
-    return keys, last_positions(table)[ids] + 2, follows
+    last_token_hash, _ = table.compare_last_tokens(ids, jnp.zeros(ids.shape, jnp.uint32))
+    return keys, last_positions(table)[ids] + 2, last_token_hash

@@ -74,44 +74,44 @@ def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
     """Copy a range of `src` to `dst` in the table; return how many cells to copy in buffers."""
-    does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
+    is_copied = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
     def copy_on_shard(
-        cells: C, does: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
+        cells: C, is_copied: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
     ) -> tuple[C, jax.Array]:
         source = jax.tree.map(lambda field: gather_sharded(field, axes, src)[None], cells)
         return _replace_range(
-            cells, source, does, dst - first_local_index(axes, cells.streams), *bounds
+            cells, source, is_copied, dst - first_local_index(axes, cells.streams), *bounds
         )
 
     run = map_shards(cells.sharding_rules, copy_on_shard, (P(axes), *(P(),) * 5), (P(axes), P()))
-    return run(cells, does, src, dst, start, stop)
+    return run(cells, is_copied, src, dst, start, stop)
 
 
 def _replace_range(
     cells: C,
     source: C,
-    does: jax.Array,
+    is_copied: jax.Array,
     dst: jax.Array,
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """If `does` is True, replace stream `dst` by the cells of `source` with positions in a range.
+    """If `is_copied`, replace stream `dst` by the cells of `source` in a range of positions.
 
     The table `source` has a single stream. Also returns how many cells of the buffers to copy.
     """
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
+    end = jnp.where(is_copied, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
     count = _round_up_to_chunks(cells, end)
-    does = does & (dst >= 0) & (dst < cells.streams)
-    of_dst = jnp.where(does, dst, 0)
+    is_copied = is_copied & (dst >= 0) & (dst < cells.streams)
+    of_dst = jnp.where(is_copied, dst, 0)
     old = cells.stamp[of_dst]
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[jnp.where(does, dst, cells.streams)].set(value, **DROP)
+        return field.at[jnp.where(is_copied, dst, cells.streams)].set(value, **DROP)
 
     stamp = hash_overwritten_cells(old, source.stamp[0])
     new = replace(
@@ -167,9 +167,9 @@ def select_between_streams(
 ) -> tuple[C, Buffers]:
     """Replace distinct `targets` by copies of their parents; skip targets outside `[0, Q)`."""
     # Each chunk is read from all parents before a target is written, so sequences can be swapped.
-    does = is_sequence(cells, targets)
-    targets = jnp.where(does, targets, cells.streams)
-    source = jnp.where(does, parents, 0)
+    is_copied = is_sequence(cells, targets)
+    targets = jnp.where(is_copied, targets, cells.streams)
+    source = jnp.where(is_copied, parents, 0)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     run = map_shards(
         cells.sharding_rules,
@@ -177,22 +177,22 @@ def select_between_streams(
         (P(axes), P(), P(), P()),
         (P(axes), P()),
     )
-    selected, count = run(cells, source, targets, does)
+    selected, count = run(cells, source, targets, is_copied)
     return selected, map_kv(
-        cells.sharding_rules, buffers, _select_cells, source, targets, does, count
+        cells.sharding_rules, buffers, _select_cells, source, targets, is_copied, count
     )
 
 
 def _replace_streams(
-    axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
+    axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array
 ) -> tuple[C, jax.Array]:
     """Replace stream `targets[i]` of the table by stream `source[i]`, if `does[i]` is True."""
     lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    used_cells = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
+    used_cells = jnp.where(is_copied[:, None] & (lines.position != EMPTY), index, -1)
     count = _round_up_to_chunks(cells, jnp.max(used_cells) + 1)
     local, is_own = to_local_index(targets, axes, cells.streams)
-    local = jnp.where(does & is_own, local, cells.streams)
+    local = jnp.where(is_copied & is_own, local, cells.streams)
     old = cells.stamp.at[local].get(**FILL, fill_value=0)
     stamp = jnp.where(index < count, hash_overwritten_cells(old, lines.stamp), old)
     lines = replace(lines, stamp=stamp)
@@ -207,7 +207,7 @@ def _select_cells(
     split: KVPartitions,
     source: jax.Array,
     targets: jax.Array,
-    does: jax.Array,
+    is_copied: jax.Array,
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
@@ -219,11 +219,11 @@ def _select_cells(
         arrays: PyTree,
         source: jax.Array,
         targets: jax.Array,
-        does: jax.Array,
+        is_copied: jax.Array,
         count: jax.Array,
     ) -> PyTree:
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
-        slots = jnp.where(does[:, None] & (slots < count), slots, out_of_range_slots(slots))
+        slots = jnp.where(is_copied[:, None] & (slots < count), slots, out_of_range_slots(slots))
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, cells=())  # cell indices do not change, so shards are independent
@@ -237,7 +237,7 @@ def _select_cells(
 
         return map_arrays(copy_array, arrays, split)
 
-    args = source, targets, does, count
+    args = source, targets, is_copied, count
     return differentiable_fori_loop(
         select_chunk, -(-count // size), -(-share // size), arrays, *args
     )

@@ -182,12 +182,12 @@ def _plan_transfer(
         ids = jnp.where(is_cross_stream, ids, cells.sequences)
         return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
 
-    marks = jax.vmap(lambda seq: evicted_below_of_copy(cells, seq, start, stop))(parents)
+    evicted_below = jax.vmap(lambda seq: evicted_below_of_copy(cells, seq, start, stop))(parents)
     base = replace(
         with_owners(base, base.owners & ~combine_sequence_bits(targets)[..., None]),
         evicted_below=base.evicted_below.at[
             jnp.where(is_cross_stream, targets, cells.sequences)
-        ].set(marks, **DROP),
+        ].set(evicted_below, **DROP),
     )
     is_copied = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(cells, start, stop)
     # Targets of one stream with the same parent share one copy, made for the first of them.

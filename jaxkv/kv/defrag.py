@@ -54,7 +54,7 @@ class DefragPlan(MaintenancePlan):
     spec: TableSpec = static_field()
 
     @property
-    def pending(self) -> Int32[Array, ""]:
+    def num_changes(self) -> Int32[Array, ""]:
         """Number of cells to move."""
         return jnp.sum(self.length, dtype=jnp.int32)
 

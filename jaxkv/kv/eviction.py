@@ -45,11 +45,11 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
         end = jnp.maximum(jnp.max(cells.position, axis=1), cells.evicted_below - 1)
         return ~is_cell_empty(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
 
-    marks = cells.evicted_below.reshape(cells.streams, -1)
+    evicted_below = cells.evicted_below.reshape(cells.streams, -1)
 
     def mark_seen_cells(local: jax.Array, seen: jax.Array) -> jax.Array:
         positions, _ = _positions_by_local_id(cells, local)
-        end = jnp.maximum(jnp.max(positions, axis=1), marks[:, local] - 1)
+        end = jnp.maximum(jnp.max(positions, axis=1), evicted_below[:, local] - 1)
         return seen | (
             (positions != EMPTY) & (positions >= first_seen(cells.window, end + 1)[:, None])
         )
@@ -71,14 +71,14 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
     def evict_owner(local: jax.Array, cells: C) -> C:
         positions, words = _positions_by_local_id(cells, local)
-        marks = cells.evicted_below.reshape(cells.streams, -1)
+        evicted_below = cells.evicted_below.reshape(cells.streams, -1)
         lost = jnp.max(jnp.where(evicted, positions, EMPTY), axis=1)
-        end = jnp.maximum(marks[:, local], lost + 1)
+        end = jnp.maximum(evicted_below[:, local], lost + 1)
         # Sequence `local` of another stream may own no evicted cell.
         gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
         owners = cells.owners & ~(words[None, :, None] & to_word_mask(gone))
-        marks = marks.at[:, local].set(end).reshape(-1)
-        return replace(cells, owners=owners, evicted_below=marks)
+        evicted_below = evicted_below.at[:, local].set(end).reshape(-1)
+        return replace(cells, owners=owners, evicted_below=evicted_below)
 
     cells = fold_over_true(_local_ids_owning(cells, evicted), evict_owner, cells)
     return with_owners(cells, cells.owners)
@@ -147,15 +147,15 @@ def can_resume_after_copy(
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
     """Return whether all targets of a copy can continue, and the last position of each target."""
     dst = jnp.atleast_1d(dst)
-    positions, marks = sequence_positions(cells, src), cells.evicted_below
+    positions, evicted_below = sequence_positions(cells, src), cells.evicted_below
     copied = (positions >= jnp.maximum(start, 0)) & (positions < resolve_range_end(stop))
     highest = jnp.max(jnp.where(copied, positions, EMPTY))
     mark = evicted_below_of_copy(cells, src, start, stop)
-    certain = (jnp.max(positions) < marks[src] - 1) & (mark == marks[src])
+    certain = (jnp.max(positions) < evicted_below[src] - 1) & (mark == evicted_below[src])
 
     (theirs, *_), (ours, *_) = locate_owner_bit(cells, src), locate_owner_bit(cells, dst)
     replaced = theirs != ours
-    own_mark = jnp.where(replaced, 0, marks[dst])
+    own_mark = jnp.where(replaced, 0, evicted_below[dst])
     own_last = jnp.where(
         replaced, EMPTY, jax.vmap(lambda seq: jnp.max(sequence_positions(cells, seq)))(dst)
     )

@@ -165,8 +165,8 @@ def _as_reader_of_sources(
     if visible_until is not None:
         raise ValueError("expected no visible_until for a source, got one; leave it out")
     # All sequences of a shared token have the same source, so the first sequence is sufficient.
-    no_more = jnp.zeros_like(ubatch.more)  # the source is complete in every ubatch
-    ubatch = replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
+    no_more = jnp.zeros_like(ubatch.continues_later)  # the source is complete in every ubatch
+    ubatch = replace(ubatch, slots=ubatch.slots.looks, shared_with=None, continues_later=no_more)
     return replace(step, ubatch=ubatch), False
 
 

@@ -71,7 +71,7 @@ def needs_unwritten_tokens(
     last = last.at[jnp.where(is_query, ids, count)].max(ubatch.positions, **DROP)
     ahead = last_seen(window, ubatch.positions, causal=causal, visible_until=visible_until)
     ahead = is_query & (ahead > last.at[ids].get(**FILL, fill_value=-1))
-    return ahead if visible_until is not None else ahead & ubatch.more
+    return ahead if visible_until is not None else ahead & ubatch.continues_later
 
 
 def visible_cells_mask(

@@ -55,15 +55,15 @@ def compare_last_tokens(
     flag is True if at least one of these cells has the hash in `contents`.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-    does = is_sequence(cells, sequences)
+    exists = is_sequence(cells, sequences)
 
     def compare_on_shard(
-        cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
+        cells: Cells, sequences: jax.Array, exists: jax.Array, contents: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         stream, word, bit = locate_owner_bit(cells, sequences)
         stream, is_own = to_local_index(stream, axes, cells.streams)
         owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
-        at = jnp.where(owns & (does & is_own)[:, None], cells.position[stream], EMPTY)
+        at = jnp.where(owns & (exists & is_own)[:, None], cells.position[stream], EMPTY)
         last, cell_contents = jnp.max(at, axis=1), cells.content[stream]
         last_content = jnp.take_along_axis(cell_contents, jnp.argmax(at, axis=1)[:, None], axis=1)[
             :, 0
@@ -74,7 +74,7 @@ def compare_last_tokens(
         return broadcast_from_owner(last_content, axes), broadcast_from_owner(same, axes)
 
     run = map_shards(cells.sharding_rules, compare_on_shard, (P(axes), P(), P(), P()), P())
-    return run(cells, jnp.where(does, sequences, 0), does, contents)
+    return run(cells, jnp.where(exists, sequences, 0), exists, contents)
 
 
 def map_rows(

@@ -67,7 +67,7 @@ class ShiftPlan(MaintenancePlan):
     spec: TableSpec = static_field()
 
     @property
-    def pending(self) -> Int32[Array, ""]:
+    def num_changes(self) -> Int32[Array, ""]:
         """Number of keys to rotate."""
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
@@ -99,12 +99,12 @@ def seq_add(
     evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
     below = jnp.maximum(start, 0) if gap is None else jnp.minimum(start, gap)
-    marks, highest_evicted = _move_evicted_below(
+    evicted_below, highest_evicted = _move_evicted_below(
         cells, seq, evicted, below, lambda position: position + delta
     )
     moved, goes_on = accept_edit(
         cells,
-        _move_positions(replace(cells, evicted_below=marks), moves, cells.position + delta),
+        _move_positions(replace(cells, evicted_below=evicted_below), moves, cells.position + delta),
         highest_evicted,
     )
     moved = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, cells)
@@ -144,14 +144,14 @@ def seq_div(
     divisor = jnp.maximum(divisor, 1)
     evicted = _highest_evicted(cells, seq, start, stop)
     start = jnp.maximum(start, 0)
-    marks, highest_evicted = _move_evicted_below(
+    evicted_below, highest_evicted = _move_evicted_below(
         cells, seq, evicted, start, lambda position: position // divisor
     )
     # Moved positions are not negative, so `div` rounds down, at half the cost of `//`.
     position = jax.lax.div(cells.position, jnp.full_like(cells.position, divisor))
     moved, goes_on = accept_edit(
         cells,
-        _move_positions(replace(cells, evicted_below=marks), moves, position),
+        _move_positions(replace(cells, evicted_below=evicted_below), moves, position),
         highest_evicted,
     )
     return moved, join_checks((ok, Reason.ARGUMENT_OUT_OF_RANGE), goes_on)
@@ -203,8 +203,8 @@ def _move_evicted_below(
     # If the highest evicted token does not move, `evicted_below` does not decrease.
     all_move = inside & (jnp.arange(cells.sequences) == seq) & (highest == mark - 1)
     stays = jnp.where(all_move, jnp.minimum(mark, below), mark)
-    marks = jnp.where(inside, jnp.maximum(moved, stays), mark)
-    return marks, jnp.where(all_move, move(highest), mark - 1)
+    evicted_below = jnp.where(inside, jnp.maximum(moved, stays), mark)
+    return evicted_below, jnp.where(all_move, move(highest), mark - 1)
 
 
 def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:

@@ -62,8 +62,8 @@ def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
     )
     return SequenceStatus(
         last=last,
-        missing=present & is_context_evicted(cells, last + 1),
-        pending=present & sequences_owning_cells(cells, cells.shift != 0),
+        context_evicted=present & is_context_evicted(cells, last + 1),
+        shift_pending=present & sequences_owning_cells(cells, cells.shift != 0),
     )
 
 

@@ -113,9 +113,9 @@ def choose_for_list(
     num_empty = jnp.sum(flags, axis=1, dtype=jnp.int32)  # in each tile
     empty, owner = num_empty == size, _sole_owner(pool.owners, size, count)
     short = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, **DROP), 0)
-    heirs = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
-    heir = search_sorted(heirs, jnp.cumsum(empty, dtype=jnp.int32))
-    owner = jnp.where(empty, heir, owner)  # U or more if a tile has no owner
+    ends = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
+    next_owner = search_sorted(ends, jnp.cumsum(empty, dtype=jnp.int32))
+    owner = jnp.where(empty, next_owner, owner)  # U or more if a tile has no owner
     room = jnp.zeros_like(demand).at[owner].add(num_empty, **DROP)
 
     # Tiles in the order of sequences; used tiles of a sequence come before its empty tiles.

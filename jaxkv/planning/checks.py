@@ -62,13 +62,16 @@ def check_batch(
     ids = jnp.where(valid, members, count)
     demand = jnp.zeros(count, jnp.int32).at[ids].add(1, **DROP)
     here = demand > 0
-    last, missing, pending = table.sequence_status(here)
+    last, context_evicted, shift_pending = table.sequence_status(here)
     batch = _fill_in_defaults(batch, ids, ranks[0], demand, last)
     has_diverged = (
         None if batch.shared_with is None else find_diverged_pairs(table, ids, ranks, batch)
     )
     reason, expected, actual = _find_faults(batch, ids, valid, ranks, last, has_diverged)
-    for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
+    for code, at_fault in (
+        (Reason.SHIFT_PENDING, shift_pending),
+        (Reason.CONTEXT_EVICTED, context_evicted),
+    ):
         at_fault &= reason == Reason.OK
         reason = jnp.where(at_fault, code, reason)
         actual = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, actual)

@@ -31,16 +31,16 @@ def plan_single_ubatch(
     batch: Batch,
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     index: Int32[Array, "R T"],
-    more: Bool[Array, " Q"] | None = None,
+    continues_later: Bool[Array, " Q"] | None = None,
     *,
     outputs: int,
 ) -> Plan:
     """Plan a flat batch as one ubatch; `ranks` is the result of `layout.rank_in_sequence`.
 
-    The array `more` is True for sequences with further tokens in later ubatches.
+    The array `continues_later` is True for sequences with further tokens in later ubatches.
     """
     builder = check_batch(table, batch, ranks, one_ubatch=True)
-    ubatch, mixed, _ = _choose_cells(builder, index, more, outputs)
+    ubatch, mixed, _ = _choose_cells(builder, index, continues_later, outputs)
     # Sequences that pass the checks have cells.
     plan = finish_plan(replace(builder, reason=jnp.where(mixed, Reason.MIXED_ROW, builder.reason)))
     return replace(plan, ubatches=(mask_slots(plan.ok, ubatch),))
@@ -50,7 +50,7 @@ def plan_single_ubatch(
 def place_ubatch(
     builder: PlanBuilder,
     index: Int32[Array, "R T"],
-    more: Bool[Array, " Q"] | None = None,
+    continues_later: Bool[Array, " Q"] | None = None,
     *,
     outputs: int,
 ) -> tuple[PlanBuilder, Ubatch]:
@@ -58,7 +58,7 @@ def place_ubatch(
 
     If a token gets no cell, the first such ubatch determines the reason of all sequences.
     """
-    ubatch, _, fault = _choose_cells(builder, index, more, outputs)
+    ubatch, _, fault = _choose_cells(builder, index, continues_later, outputs)
     passed = jnp.all(builder.reason == Reason.OK)
     reason = jnp.where(passed, jnp.max(fault).astype(jnp.int32), builder.reason)
     return replace(builder, table=builder.table.occupy(ubatch), reason=reason), ubatch
@@ -79,15 +79,17 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 
 
 def _choose_cells(
-    builder: PlanBuilder, index: jax.Array, more: jax.Array | None, outputs: int
+    builder: PlanBuilder, index: jax.Array, continues_later: jax.Array | None, outputs: int
 ) -> tuple[Ubatch, jax.Array, jax.Array]:
     """Return a ubatch, which sequences have a mixed row, and the fault of each token."""
     table, batch = builder.table, builder.batch
     rows = count_rows(table, *index.shape)
     index = jnp.pad(index, [(0, rows - len(index)), (0, 0)], constant_values=NO_SLOT)
     index, mixed = _order_rows(table.spec, batch, index)
-    more = jnp.zeros(table.spec.sequences, bool) if more is None else more
-    ubatch = _build_ubatch(table, batch, index, more, outputs)
+    continues_later = (
+        jnp.zeros(table.spec.sequences, bool) if continues_later is None else continues_later
+    )
+    ubatch = _build_ubatch(table, batch, index, continues_later, outputs)
     slots, fault = table.choose_slots(ubatch)
     ubatch = replace(ubatch, slots=slots)
     return ubatch, mixed, fault
@@ -122,7 +124,7 @@ def _build_ubatch(
     table: CacheTable,
     batch: Batch,
     index: Int32[Array, "R T"],
-    more: Bool[Array, " Q"],
+    continues_later: Bool[Array, " Q"],
     outputs: int,
 ) -> Ubatch:
     spec, part = table.spec, gather_rows(batch, index)
@@ -144,7 +146,8 @@ def _build_ubatch(
         row_sequence=row,
         slots=None,
         valid=part.valid,
-        more=part.valid & more.at[part.sequences].get(**FILL, fill_value=False),
+        continues_later=part.valid
+        & continues_later.at[part.sequences].get(**FILL, fill_value=False),
         outputs=pick,
         output_index=order,
         version=table.version,

@@ -136,8 +136,10 @@ def _plan_ubatches(
     # One program is compiled for each shape of a ubatch, for any number and order of ubatches.
     builder = check_batch(table, flat, ranks, one_ubatch=False)
     ubatches = []
-    for part, more in zip(parts, _sequences_with_more(table.spec, flat, parts), strict=True):
-        builder, ubatch = place_ubatch(builder, part, more, outputs=outputs)
+    for part, continues_later in zip(
+        parts, _sequences_with_more(table.spec, flat, parts), strict=True
+    ):
+        builder, ubatch = place_ubatch(builder, part, continues_later, outputs=outputs)
         ubatches.append(ubatch)
     plan = finish_plan(builder)
     return replace(plan, ubatches=tuple(_mask_ubatch_unless(table, plan.ok, x) for x in ubatches))

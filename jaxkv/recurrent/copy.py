@@ -47,8 +47,8 @@ def seq_cp(
     end = _last_in_range(states, src, start, stop)
     fork = drop_pairs(states, states.position <= end)
     dst = jnp.atleast_1d(dst)
-    does = is_sequence(states, src) & _is_replaced(states, src, dst, end)
-    dst = jnp.where(does & is_sequence(states, dst), dst, states.sequences)
+    is_copied = is_sequence(states, src) & _is_replaced(states, src, dst, end)
+    dst = jnp.where(is_copied & is_sequence(states, dst), dst, states.sequences)
     return _assign_states(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, states)
 
 

@@ -177,10 +177,10 @@ def advance_version(states: T, old: States) -> T:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of sequences; `missing` and `pending` are always False."""
+    """Return the status of sequences; `context_evicted` and `shift_pending` are always False."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
-    return SequenceStatus(last=last, missing=nothing, pending=nothing)
+    return SequenceStatus(last=last, context_evicted=nothing, shift_pending=nothing)
 
 
 def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:

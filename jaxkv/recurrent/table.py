@@ -48,7 +48,7 @@ class EmptyPlan(MaintenancePlan):
     spec: TableSpec = static_field()
 
     @property
-    def pending(self) -> Int32[Array, ""]:
+    def num_changes(self) -> Int32[Array, ""]:
         """Number of changes, 0."""
         return jnp.int32(0)
 

@@ -66,7 +66,7 @@ def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
     assert ok
     assert drawing(cache) == after and cache.num_used_cells() == after.count("{")
     assert_identical(cache.buffers, before.buffers)
-    assert jaxkv.init_update(cache).pending == after.count("}-")
+    assert jaxkv.init_update(cache).num_changes == after.count("}-")
 
 
 def test_make_cache_cells_are_exact_and_all_usable():

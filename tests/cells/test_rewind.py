@@ -93,7 +93,7 @@ def test_compact_says_whether_the_batch_fits():
     assert jaxkv.init_batch(cache, wanted).reason[0] == jaxkv.Reason.SHIFT_PENDING
     assert jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=1)).ok
     after, ok = jaxkv.compact(cache, batch=wanted)
-    assert ok and jaxkv.init_batch(after, wanted).ok and jaxkv.init_update(after).pending == 0
+    assert ok and jaxkv.init_batch(after, wanted).ok and jaxkv.init_update(after).num_changes == 0
     same, ok = jaxkv.compact(after, batch=wanted)
     assert ok  # it fitted before
     assert_identical(same, after)

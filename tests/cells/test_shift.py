@@ -66,7 +66,7 @@ def test_update_equals_rotating_from_scratch(ropes):
     cache, raw = rotated(ropes=ropes)
     moved = jaxkv.seq_add(jaxkv.seq_div(cache, 0, 2, 5, divisor=3).cache, 0, 1, -1, delta=7).cache
     after = updated(moved)
-    assert jaxkv.init_update(moved).pending == 5 and not after.table.shift.any()
+    assert jaxkv.init_update(moved).num_changes == 5 and not after.table.shift.any()
     stays = np.asarray(moved.table.shift[0, :6] == 0)
     for layer, rope in enumerate(ropes):
         keys, before = keys_of(after, layer), keys_of(cache, layer)
@@ -140,7 +140,7 @@ def test_seq_add_and_seq_div_move_positions(before, verb, after):
     cache = drawn(before, SHIFT)
     moved = verb(cache)
     assert drawing(moved) == after
-    assert jaxkv.init_update(moved).pending == after.count("+") + after.count("-")
+    assert jaxkv.init_update(moved).num_changes == after.count("+") + after.count("-")
     assert moved.buffers.k[0] is cache.buffers.k[0]
     if after == before:  # returns the same object
         assert updated(moved) is moved and jaxkv.init_batch(moved, jaxkv.make_batch([1])).ok

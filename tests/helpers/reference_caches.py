@@ -230,7 +230,7 @@ class Twin:
     def update(self) -> None:
         plan = jaxkv.init_update(self.cache)
         self.cache = settle(self.cache, plan)
-        assert plan.pending.item() == sum(oracle.update() for oracle in self.oracles)
+        assert plan.num_changes.item() == sum(oracle.update() for oracle in self.oracles)
 
     def defrag(self, max_moves: int | None = None) -> None:
         plan = jaxkv.defrag_plan(self.cache, max_moves=max_moves)

@@ -180,7 +180,7 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
         (cache, update, jaxkv.seq_add(cache, 0, 4, 6, delta=-1).cache),
         (tidied, moves, jaxkv.seq_rm(tidied, 0, 4, 6)[0]),
     ):
-        assert all(part.pending for part in plan.parts)
+        assert all(part.num_changes for part in plan.parts)
         assert_identical(edited.parts[window], before.parts[window])
         assert_identical(jaxkv.apply(edited, plan), edited)
         assert before.is_current(plan) and not edited.is_current(plan)
@@ -238,7 +238,7 @@ def after_an_update_and_a_defrag():
     cache, _ = jaxkv.seq_rm(settle(cache, jaxkv.init_batch(cache, batch)), 0, 0, 1)
     cache = jaxkv.seq_add(cache, 2, 1, -1, delta=3).cache
     plans = jaxkv.init_update(cache), jaxkv.defrag_plan(cache)
-    assert plans[0].pending == plans[1].pending
+    assert plans[0].num_changes == plans[1].num_changes
     for plan in plans:
         yield jaxkv.apply(cache, plan)
 

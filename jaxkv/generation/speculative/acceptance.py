@@ -39,7 +39,7 @@ def verify_draft(
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
 
     def verify_place(carry: tuple, place: tuple) -> tuple:
-        holds, adjusting = carry
+        is_accepted_so_far, adjusting = carry
         i, logits, guessed, valid, drawn_from = place
         adjusted = adjust_logits(sampler, logits, adjusting)
         if sampler.is_random:
@@ -52,17 +52,17 @@ def verify_draft(
         else:
             token = sample_tokens(sampler, adjusted, state.key)
         adjusting = select_per_text(
-            holds & (token >= 0), sampler.update(adjusting, token), adjusting
+            is_accepted_so_far & (token >= 0), sampler.update(adjusting, token), adjusting
         )
-        samples = token, logprob_of(logits, token, holds), holds
-        return (holds & valid & (token == guessed), adjusting), samples
+        samples = token, logprob_of(logits, token, is_accepted_so_far), is_accepted_so_far
+        return (is_accepted_so_far & valid & (token == guessed), adjusting), samples
 
     places = jnp.arange(places, dtype=jnp.int32)
     by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
     carry = ok, state.sampler_state
     (_, adjusting), samples = jax.lax.scan(verify_place, carry, (places, *by_place, drawn_from))
-    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in samples)
-    return tokens, logprobs, holds, adjusting
+    tokens, logprobs, is_accepted_so_far = (jnp.moveaxis(x, 0, 1) for x in samples)
+    return tokens, logprobs, is_accepted_so_far, adjusting
 
 
 def verify_branches(
@@ -90,7 +90,7 @@ def verify_branches(
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*pad, (0, 0)]), 2, 0)
 
     def verify_place(carry: tuple, place: tuple) -> tuple:
-        holds, alive, adjusting = carry
+        is_accepted_so_far, alive, adjusting = carry
         i, offered, valid, drawn_from = place
         # A token that branches share was computed only in the first of these branches.
         branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
@@ -107,20 +107,30 @@ def verify_branches(
             token = sample_tokens(sampler, rest, make_draw_keys(state.key, number, 0))
             token = jnp.where(accepted >= 0, accepted, token)
         adjusting = select_per_text(
-            holds & (token >= 0), sampler.update(adjusting, token), adjusting
+            is_accepted_so_far & (token >= 0), sampler.update(adjusting, token), adjusting
         )
-        samples = token, logprob_of(here, token, holds), holds
+        samples = token, logprob_of(here, token, is_accepted_so_far), is_accepted_so_far
         follows = alive & valid & (offered == token[:, None])
-        holds &= jnp.any(follows, axis=1)
-        return (holds, jnp.where(holds[:, None], follows, alive), adjusting), samples
+        is_accepted_so_far &= jnp.any(follows, axis=1)
+        return (
+            is_accepted_so_far,
+            jnp.where(is_accepted_so_far[:, None], follows, alive),
+            adjusting,
+        ), samples
 
     carry = ok, jnp.ones(draft.tokens.shape[:2], bool), state.sampler_state
     places = jnp.arange(length + 1, dtype=jnp.int32)
     (_, alive, adjusting), samples = jax.lax.scan(
         verify_place, carry, (places, *offers, drawn_from)
     )
-    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in samples)
-    return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
+    tokens, logprobs, is_accepted_so_far = (jnp.moveaxis(x, 0, 1) for x in samples)
+    return (
+        tokens,
+        logprobs,
+        is_accepted_so_far,
+        adjusting,
+        jnp.argmax(alive, axis=1).astype(jnp.int32),
+    )
 
 
 def _find_first_accepted(
@@ -144,8 +154,8 @@ def _find_first_accepted(
         at_guess = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
         chance = jax.vmap(lambda key, i=i: jax.random.uniform(jax.random.fold_in(key, i)))(keys)
         asks = asked[:, i] & (accepted < 0)
-        holds = asks & (chance * at_guess(q)[:, 0] < at_guess(p)[:, 0])
-        accepted = jnp.where(holds, guessed, accepted)
+        is_accepted = asks & (chance * at_guess(q)[:, 0] < at_guess(p)[:, 0])
+        accepted = jnp.where(is_accepted, guessed, accepted)
         is_guess = jax.nn.one_hot(guessed, q.shape[1], dtype=bool)
         p, q = (
             jnp.where(asks[:, None], _normalise_residual(rest, x), x)

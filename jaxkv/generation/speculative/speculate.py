@@ -338,22 +338,22 @@ def _feed_and_verify(
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_draft if draft.tokens.ndim == 2 else _feed_branches
     cache, plan, ok, picks, draft = feed(setup, draft, active, progress)
-    tokens, logprobs, holds, adjusting = picks
+    tokens, logprobs, is_accepted_so_far, adjusting = picks
     width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop_tokens[:, None], axis=2) | (tokens < 0)
     column = jnp.arange(width, dtype=jnp.int32)[None]
-    ended = jnp.min(jnp.where(stopped & holds, column, width), axis=1)
-    holds &= column <= ended[:, None]
-    num_picked = jnp.sum(holds & (tokens >= 0), axis=1, dtype=jnp.int32)
-    broken = jnp.any(holds & jnp.isnan(logprobs), axis=1)
-    as_guessed = holds[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
+    ended = jnp.min(jnp.where(stopped & is_accepted_so_far, column, width), axis=1)
+    is_accepted_so_far &= column <= ended[:, None]
+    num_picked = jnp.sum(is_accepted_so_far & (tokens >= 0), axis=1, dtype=jnp.int32)
+    broken = jnp.any(is_accepted_so_far & jnp.isnan(logprobs), axis=1)
+    as_guessed = is_accepted_so_far[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
     last = jnp.take_along_axis(tokens, jnp.maximum(num_picked - 1, 0)[:, None], axis=1)[:, 0]
     remaining = state.remaining - num_picked
 
     # Rejected draft tokens are removed. A place without an allowed token has no token, but the
     # token before it is in the cache.
     if width > 1:
-        kept = progress.at + jnp.sum(holds, axis=1, dtype=jnp.int32)
+        kept = progress.at + jnp.sum(is_accepted_so_far, axis=1, dtype=jnp.int32)
         cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # 0 to 0 is an empty range
         cache, _ = seq_rm(cache, state.sequence, *cut)
     # A refused step leaves the cache unchanged. A sequence that did not fit gets no more drafts; if

@@ -92,9 +92,9 @@ def _resumable_in_block(
     hashes of all earlier blocks.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
-    holds = positions <= table.seq_pos_max(seq) + 1
+    is_reachable = positions <= table.seq_pos_max(seq) + 1
     can_resume = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
-    can_resume = (positions == 0) | (holds & can_resume)
+    can_resume = (positions == 0) | (is_reachable & can_resume)
     hashes = chain_hashes(hash_contents(tokens, None), positions)
     total = before + jnp.cumsum(hashes, dtype=jnp.uint32)
     if isinstance(table, States):
