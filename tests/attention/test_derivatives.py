@@ -209,6 +209,29 @@ def test_grad_of_latents_beside_a_broken_text_is_finite(implementation):
 
 
 @core
+@pytest.mark.parametrize("implementation", [None, "whole", "tiles"])
+def test_grad_of_queries_beside_a_nan_key_in_a_pool_is_that_without(implementation):
+    """Only tokens that attend to the NaN get NaN."""
+    cache = attention_cache(layers=1, kv_heads=1, head_dim=4, cells=8, sequences=2)
+    step = jaxkv.apply(cache, jaxkv.plan_step(cache, jnp.array([1, 2])).ubatch)
+    q, k, v = jax.random.normal(jax.random.key(0), (3, *step.valid.shape, 1, 4))
+
+    def derive(number):
+        def loss(q, k, v):
+            k = k.at[0, 0, 0, 1].set(number)  # seen by sequence 0
+            _, out = jaxkv.attend(step, 0, q, k, v, implementation=implementation)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+    broken, whole = derive(jnp.nan), derive(0.5)
+    for found, wanted in zip(jax.tree.leaves(broken), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(found.reshape(2, 4)[1], wanted.reshape(2, 4)[1])
+    (by_q, *_), out = broken
+    assert jnp.isnan(by_q.reshape(2, 4)[0]).all() and jnp.isnan(out.reshape(2, 4)[0]).all()
+
+
+@core
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (2, None, 1, 0)], ids=str)
 def test_vmap_of_attention_on_plain_arrays_matches_each(axes):
     rng = np.random.default_rng(0)

@@ -44,11 +44,35 @@ def attend_differentiably(
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
     """Compute `attend_by_mask`; hidden keys and values do not affect the derivatives."""
-    # Derivatives multiply hidden keys and values by zeros, and NaN times zero is NaN. Cells that
-    # are hidden from all tokens of a list are therefore set to zero, in a copy.
+    # Derivatives multiply keys and values by zeros, and NaN times zero is NaN. Therefore hidden cells
+    # and numbers that are not finite are set to zero, in a copy. Tokens that attend to such a number
+    # get NaN afterwards, as output and as derivative of their queries.
     seen = jnp.any(mask, axis=1)[:, None, :, None]
     k, v = (jnp.where(seen, dequantise(x), 0) for x in (k, v))
-    return attend_by_mask(q, k, v, mask, options, bias)
+    finite = jnp.all(jnp.isfinite(k), axis=3) & jnp.all(jnp.isfinite(v), axis=3)  # [P, K, N]
+    is_broken = jnp.any(mask[:, None] & ~finite[:, :, None], axis=3)  # [P, K, T]
+    k, v = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
+    groups = q.shape[2] // k.shape[1]
+    of_queries = jnp.repeat(is_broken, groups, axis=1).swapaxes(1, 2)[..., None]  # [P, T, H, 1]
+    q = _multiply_tangent(q, jnp.where(of_queries, jnp.nan, 1.0).astype(q.dtype))
+    sums = attend_by_mask(q, k, v, mask, options, bias)
+    is_broken = jnp.tile(is_broken, groups)
+    return sums._replace(
+        denom=jnp.where(is_broken, jnp.nan, sums.denom),
+        out=jnp.where(is_broken[..., None], jnp.nan, sums.out),
+    )
+
+
+@jax.custom_jvp
+def _multiply_tangent(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return `x`; derivatives by `x` are multiplied by `factor`."""
+    del factor
+    return x
+
+
+@_multiply_tangent.defjvp
+def _multiply_tangent_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[0] * primals[1]
 
 
 def attend_by_mask(
