@@ -272,14 +272,23 @@ def _local_visibility(
     )
 
 
-def _is_readable(step: Step, layer_kv: LayerKV, incomplete: jax.Array | None) -> Bool[Array, " R"]:
-    """Return which rows can attend to a layer; the output of other rows is NaN."""
+def _is_readable(
+    step: Step,
+    layer_kv: LayerKV,
+    incomplete: jax.Array | None,
+    causal: bool,
+    visible_until: jax.Array | None,
+) -> Bool[Array, "R _"]:
+    """Return which tokens, or rows of tokens, can attend to a layer; the others get NaN."""
     readable = ~step.is_stale
     if incomplete is not None:  # rows without slots have zeros, as in a refused plan
         has_slots = jnp.any(step.ubatch.slots < MAX_CELLS, axis=1)
         readable &= ~(incomplete[step.ubatch.row_stream] & has_slots)
     keys, _ = codes_and_scales(layer_kv[0])
-    return readable & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else readable
+    if isinstance(keys, LayerView):
+        readable &= jnp.all(keys.is_in_range)
+    ahead = needs_unwritten_tokens(step, causal=causal, visible_until=visible_until)
+    return readable[:, None] if ahead is None else readable[:, None] & ~ahead
 
 
 def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -326,10 +335,8 @@ def _visible_kv(
         own = mask_step_rows(step, split.streams)
         visibility = _local_visibility(split, own, layer_kv, causal, visible_until)
         current = ~own.is_stale
-        whole = _is_readable(own, layer_kv, incomplete)
-        ahead = needs_unwritten_tokens(own, causal=causal, visible_until=visible_until)
-        if ahead is not None:
-            whole &= ~jnp.any(ahead, axis=1)
+        readable = _is_readable(own, layer_kv, incomplete, causal, visible_until)
+        readable = jnp.all(readable, axis=1)
         mask = compute_mask(visibility)
         if shared_axes:  # each row is a list, on all devices
             mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), shared_axes)
@@ -341,15 +348,14 @@ def _visible_kv(
             (keys, values), positions = visibility.gather_list_streams(
                 (layer_kv, visibility.position)
             )
-        flags = _all_over_axes(jnp.stack([current, whole]), shared_axes).reshape(
-            2, mask.shape[0], -1
-        )
-        current, whole = jnp.all(flags, axis=2)[..., None, None]
+        flags = _all_over_axes(jnp.stack([current, readable]), shared_axes)
+        flags = flags.reshape(2, mask.shape[0], -1)
+        current, readable = jnp.all(flags, axis=2)[..., None, None]
         keys = dequantise(keys)
         values = values.slice_values(keys) if isinstance(values, ValueSlice) else dequantise(values)
         keys = split_rows_of_cells(keys, heads_per_row, sizes.head_dim)
         values = split_rows_of_cells(values, heads_per_row, sizes.value_dim)
-        keys = jnp.where(whole[..., None], keys, jnp.nan)
+        keys = jnp.where(readable[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
     of_heads = P(rows, split.kv_heads, split.cells)
@@ -400,10 +406,7 @@ def _attend_layer(
         visible_until: jax.Array | None,
     ) -> tuple[tuple[PyTree, ...], jax.Array]:
         step = mask_step_rows(step, split.streams)
-        readable = _is_readable(step, layer_kv, incomplete)[:, None]
-        ahead = needs_unwritten_tokens(step, causal=causal, visible_until=visible_until)
-        if ahead is not None:
-            readable = readable & ~ahead
+        readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         visibility = _local_visibility(split, step, layer_kv, causal, visible_until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
