@@ -61,6 +61,7 @@ _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxlong = 50
 TOKEN = whole(0, 2**31 - 2)
 """A token id."""
+TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
 
 
 def check(value: Any, kind: Kind, name: str, source: str) -> None:

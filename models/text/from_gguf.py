@@ -8,8 +8,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
+from models.checkpoints.gguf.metadata import Metadata
 from models.errors import ModelError, NoTokenizerError, brief
-from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
+from models.kinds import TEXT, TOKEN, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
 from models.text.token_bytes import from_pieces
@@ -17,8 +18,7 @@ from models.text.tokenizer import Tokenizer
 
 # Kinds of tokens in the file; SentencePiece has the same numbers.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
-_TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
-
+_TEXTS = several(TEXT, 2**24)
 
 _EITHER_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
@@ -68,83 +68,58 @@ _CUTS: dict[str, Callable[[], list]] = {
 }
 
 
-def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
-    """Build the tokenizer of a GGUF file.
+def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
+    """Build the tokenizer of a GGUF file from metadata and a chat template.
 
-    The function `get` returns the value of a metadata key, or a default if the key is absent. The
-    argument `source` is a file name for messages.
+    Raises `ModelError` if a value is of another kind, or the kind of tokenizer is not supported.
     """
-
-    def field(key: str, default: Any = None) -> Any:
-        return get(f"tokenizer.ggml.{key}", default)
-
-    kind, tokens = field("model"), field("tokens")
-    if kind is tokens is None:
-        raise NoTokenizerError(f"{source} has no tokenizer; give another model.")
+    kind = get("model")
+    if kind is get("tokens") is None:
+        raise NoTokenizerError(f"{get.source} has no tokenizer; give another model.")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "
+            f"{get.source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "
             f"(SentencePiece), got {kind!r}; give another model."
         )
-    check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
-    pre = field("pre", "default")
-    begins = kind == "llama" or pre in _LLAMA_3
-    bos = _id(field, "bos_token_id", None, source)
+    tokens, pre = get.required("tokens", _TEXTS), get("pre", default="default")
+    bos = get("bos_token_id", TOKEN)
+    adds_bos = get("add_bos_token", default=kind == "llama" or pre in _LLAMA_3)
     fields = {
-        "eos": _id(field, "eos_token_id", None, source),
-        "prefix": (bos,) if bos is not None and field("add_bos_token", begins) else (),
-        "render": _template(get, field, tokens, source),
+        "eos": get("eos_token_id", TOKEN),
+        "prefix": (bos,) if bos is not None and adds_bos else (),
+        "render": None if template is None else partial(render, template, **_known(get, tokens)),
     }
-    types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)
+    types = _for_each_token(get, "token_type", whole(1, 6), _NORMAL, len(tokens))
     if kind == "gpt2":
-        merges = field("merges") or []
-        if merges:
-            check(merges, several(_TEXT, 2**24), "tokenizer.ggml.merges", source)
-        inner = _byte_level(tokens, types, merges, pre, source)
-        return from_tokenizers(inner, source=source, **fields)
-    scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
-    unknown = _id(field, "unknown_token_id", 0, source)
-    space_first = bool(field("add_space_prefix", True))
-    return _pieces(tokens, types, scores, unknown, space_first, source, **fields)
+        inner = _byte_level(tokens, types, get("merges") and get("merges", _TEXTS), pre, get.source)
+        return from_tokenizers(inner, source=get.source, **fields)
+    scores = _for_each_token(get, "scores", number(-1e30, 1e30), 0.0, len(tokens))
+    unknown = get("unknown_token_id", TOKEN, 0)
+    space_first = bool(get("add_space_prefix", default=True))
+    return _pieces(tokens, types, scores, unknown, space_first, get.source, **fields)
 
 
-def _id(field: Callable, key: str, default: int | None, source: str) -> int | None:
-    id = field(key, default)
-    if id is not None:
-        check(id, TOKEN, f"tokenizer.ggml.{key}", source)
-    return id
-
-
-def _template(
-    get: Callable, field: Callable, tokens: list[str], source: str
-) -> Callable[..., str] | None:
-    """Return the function that renders the chat template; None if there is no template."""
-    template = get("tokenizer.chat_template")
-    if template is None:
-        return None
-    check(template, _TEXT, "tokenizer.chat_template", source)
+def _known(get: Metadata, tokens: list[str]) -> dict[str, str]:
+    """Return the variables of a chat template that contain tokens, such as `bos_token`."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
-    ids = {name: _id(field, f"{key}_token_id", None, source) for key, name in names.items()}
-    known = {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
-    return partial(render, template, **known)
+    ids = {name: get(f"{key}_token_id", TOKEN) for key, name in names.items()}
+    return {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
 
 
-def _for_each_token(
-    field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
-) -> list:
+def _for_each_token(get: Metadata, name: str, kind: Kind, default: Any, count: int) -> list:
     """Return a metadata list with one value for each token.
 
     If the list is absent or empty, the value of every token is `default`.
     """
-    values = field(key) or [default] * count
-    check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
+    values = get(name) or [default] * count
+    check(values, several(kind, count), get.prefix + name, get.source)
     if len(values) != count:
-        raise refusal(len(values), f"one value for each of {count} tokens", key, source)
+        raise refusal(len(values), f"one value for each of {count} tokens", name, get.source)
     return values
 
 
 def _byte_level(
-    tokens: list[str], types: list[int], merges: list[str], pre: str, source: str
+    tokens: list[str], types: list[int], merges: list[str] | None, pre: str, source: str
 ) -> Inner:
     if not isinstance(pre, str) or pre not in _CUTS:
         raise ModelError(
@@ -152,7 +127,7 @@ def _byte_level(
             "model."
         )
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges or ()]
     try:
         inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair

@@ -10,8 +10,10 @@ Three properties of tensors are converted, in addition to those in `recurrent.py
 """
 
 import re
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -26,7 +28,7 @@ from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.tensor import Tensor, check_numbers
 from models.errors import ModelError, brief
-from models.kinds import TOKEN, whole
+from models.kinds import TEXT, TOKEN, whole
 
 # Architecture of the file -> model_type of Hugging Face.
 _FAMILIES = {
@@ -80,41 +82,42 @@ _CHUNK = 1 << 16  # values unpacked at a time, which fit into a CPU's cache
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file; tensors are read on demand."""
     reader = _reader(path)
-    get = Metadata(reader, str(path))
+    source, get = str(path), Metadata(reader, str(path))
     arch = get("general.architecture")
     if not isinstance(arch, str) or arch not in _FAMILIES:
         raise ModelError(
             f"{path}: expected an architecture of {', '.join(_FAMILIES)}, got {arch!r}; give "
             "another model."
         )
-    if get.checked("split.count", whole(0, 2**16), 1) > 1:
+    if get("split.count", whole(0, 2**16), 1) > 1:
         raise ModelError(f"{path} is one part of several; merge the parts with llama-gguf-split.")
 
     stored = {tensor.name: tensor for tensor in reader.tensors}
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
-        factors = check_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
+        factors = check_numbers(np.asarray(factors.data), factors.name, source).tolist()
     # The suffix tells an unknown name from the name of a Hugging Face tensor.
     by_name = {_plain(name, arch) or f"{name}.unknown": tensor for name, tensor in stored.items()}
     shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
-    values = config_from_gguf(arch, get, shapes, factors) | {"model_type": _FAMILIES[arch]}
-    config = Config(values, str(path))
+    metadata = Metadata(reader, source, f"{arch}.")
+    values = config_from_gguf(arch, metadata, shapes, factors) | {"model_type": _FAMILIES[arch]}
+    config = Config(values, source)
     tensors = {
-        name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in by_name.items()
+        name: _tensor(name, tensor, arch, config, source) for name, tensor in by_name.items()
     }
     if arch in CONVERTERS:
-        tensors = CONVERTERS[arch].to_hugging_face(tensors, str(path))
+        tensors = convert_tensors(tensors, CONVERTERS[arch], source)
+    vocabulary = Metadata(reader, source, "tokenizer.ggml.")
 
     def load_tokenizer():
         from models.text.from_gguf import tokenizer_from_gguf
 
-        check_tokenizer(get)
-        return tokenizer_from_gguf(get, str(path))
+        check_tokenizer(vocabulary)
+        return tokenizer_from_gguf(vocabulary, get("tokenizer.chat_template", TEXT))
 
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = (get.checked(f"tokenizer.ggml.{key}", TOKEN) for key in keys)
+    ends = (vocabulary(key, TOKEN) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
     return Checkpoint(
-        source=str(path),
+        source=source,
         architecture=_FAMILIES[arch],
         config=config,
         tensors=tensors,
@@ -157,6 +160,29 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
         shape = shape if shape[0] % (2 * heads) == 0 else ()  # the size of a head is even
     less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
     return Tensor(shape=shape, read=partial(_read, tensor, heads, less, source), stored=(stored,))
+
+
+def convert_tensors(
+    tensors: Mapping[str, Tensor], converter: ModuleType, source: str
+) -> dict[str, Tensor]:
+    """Join each pair of tensors named `x.gate` and `x.up`, and convert all tensors.
+
+    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`.
+    """
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".up"):
+            continue
+        plain = name.removesuffix(".gate")
+        if plain != name:
+            if f"{plain}.up" not in tensors:
+                raise ModelError(
+                    f"{source}: expected a second half of {tensor.stored[0]}, got none; download "
+                    "it again."
+                )
+            tensor = converter.join_halves(tensor, tensors[f"{plain}.up"])
+        out[plain] = converter.convert(plain, tensor)
+    return out
 
 
 def _plain(name: str, arch: str) -> str | None:
