@@ -33,7 +33,8 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
             return False
         return math.isfinite(value) and not (above and value == lowest)
 
-    words = f"a number {'above' if above else 'of at least'} {lowest:g} and at most {highest:g}"
+    words = f"a number {'above' if above else 'of at least'} {lowest:g}"
+    words += f" and at most {highest:g}" if highest < math.inf else ""
     return Kind(words=words, holds=holds)
 
 

@@ -71,8 +71,7 @@ class Model:
     checkpoint: source of the weights.
     family: module that defines the model.
     dtype: dtype of the params.
-    encoder: `(params, step) -> step`, for `jaxkv.encode`; None if the model has no
-      encoder.
+    encoder: `(params, step) -> step`, for `jaxkv.encode`; None if the model has no encoder.
     cache_dtype: default dtype of caches. If None, this default is the dtype of the params.
     mesh: mesh of params and caches; None for the default device.
     rules: mesh axes that split params and caches.
@@ -80,11 +79,11 @@ class Model:
 
     config: Any
     params: Any
-    forward: Callable[[Any, Any, jaxkv.Ubatch], tuple[Any, jax.Array]]
+    forward: Callable[[Any, jaxkv.Step], tuple[jaxkv.Step, jax.Array]]
     checkpoint: Checkpoint
     family: ModuleType
     dtype: Any
-    encoder: Callable[[Any, Any, jaxkv.Ubatch], Any] | None = None
+    encoder: Callable[[Any, jaxkv.Step], jaxkv.Step] | None = None
     cache_dtype: Any = None
     mesh: Mesh | AbstractMesh | None = None
     rules: ShardingRules = ShardingRules()
@@ -101,7 +100,7 @@ class Model:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the model."""
-        return self.checkpoint.tokenizer()
+        return self.checkpoint.tokenizer
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
@@ -286,12 +285,12 @@ def _with_shapes(
             )
         config = replace(config, implementation=implementation)
     _check_cache(checkpoint, family, config, cache_dtype)
-    forward, shapes = functional(family, config, dtype)
+    forward, encoder, shapes = functional(family, config, dtype)
     return Model(
         config=config,
         params=shapes,
         forward=forward,
-        encoder=encoder_of(family, config, dtype),
+        encoder=encoder,
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
@@ -332,30 +331,24 @@ def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Mo
     return replace(model, params=params, mesh=mesh, rules=rules)
 
 
-def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, Any]:
-    """Return the forward pass of a model as a pure function, and the shapes of the params.
+def functional(
+    family: ModuleType, config: Any, dtype: Any
+) -> tuple[Callable, Callable | None, Any]:
+    """Return the forward pass and the encoder of a model, and the shapes of the params.
 
-    The Flax module is split here, once for all calls of the pure function. The function therefore
-    does not flatten `nnx.Variable`s.
+    Both are pure functions; the encoder is None if the model has none. The Flax module is split
+    here, once for all calls. The functions therefore do not flatten `nnx.Variable`s.
     """
     graph, state = _abstract(family, config, dtype)
 
     def forward(params: Any, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
         return nnx.merge(graph, params)(step)
 
-    return forward, nnx.to_pure_dict(state)
-
-
-def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
-    """Return the encoder of a model as a pure function; None if the model has no encoder."""
-    if not hasattr(family.MODULE, "encode"):
-        return None
-    graph, _ = _abstract(family, config, dtype)
-
-    def encoder(params: Any, step: jaxkv.Step) -> Any:
+    def encoder(params: Any, step: jaxkv.Step) -> jaxkv.Step:
         return nnx.merge(graph, params).encode(step)
 
-    return encoder
+    encodes = hasattr(family.MODULE, "encode")
+    return forward, encoder if encodes else None, nnx.to_pure_dict(state)
 
 
 @lru_cache(maxsize=4)
@@ -404,7 +397,7 @@ def tensor_problems(name_or_path: str | os.PathLike) -> str:
     except ModelError as error:
         return str(error)
     family, config = family_of(checkpoint)
-    _, shapes = functional(family, config, jnp.float32)
+    *_, shapes = functional(family, config, jnp.float32)
     return _problems(checkpoint, shapes, family.weights_of(checkpoint, config))
 
 

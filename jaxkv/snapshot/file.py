@@ -92,7 +92,8 @@ def write_file(
 ) -> None:
     """Write a snapshot to a temporary file next to `path`, then rename the file to `path`.
 
-    If the process is killed, the temporary file remains. The next call for the folder removes it.
+    If the process is killed, the temporary file remains. The next call for the folder removes it,
+    except on Windows.
     """
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
@@ -186,7 +187,7 @@ def _pack(
 
 
 def _plain_array(array: np.ndarray) -> np.ndarray:
-    """Return an array unchanged, or as `[n]` uint8 bytes if `_PLAIN` does not contain the dtype."""
+    """Return a contiguous array, as `[n]` uint8 bytes if `_PLAIN` does not contain the dtype."""
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 
@@ -228,9 +229,10 @@ def _file_from_metadata(
 def _parse_description(
     text: str,
 ) -> tuple[SnapshotDescription, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """Return a description, and the dtype and shape of each array; raise if a key is absent.
+    """Return a description, and the dtype and shape of each array.
 
-    Also raise for deep nesting, numbers that are not finite, and arrays that JAX does not have.
+    Raises a ValueError if a key is absent, lists and dicts are nested too deep, a number is not
+    finite, or JAX does not have the dtype of an array.
     """
     try:
         description: Any = json.loads(text, parse_float=_parse_finite, parse_constant=_parse_finite)
@@ -252,7 +254,7 @@ def _parse_description(
 def raise_no_cache(error: Exception) -> NoReturn:
     """Raise the ValueError for a description that does not describe a cache.
 
-    The message contains the message of `error` if jaxkv raised it, but none of Python and NumPy.
+    The message quotes the message of `error` if jaxkv raised it, but not if Python or NumPy did.
     """
     cause = " ".join(str(error).split())
     if not re.fullmatch("expected .* got .*; .*", cause):
@@ -290,7 +292,7 @@ def _check_nesting(value: Json, levels: int) -> None:
 
 
 def _remove_abandoned_files(folder: Path) -> None:
-    """Remove the temporary files of killed processes; those of other processes are locked."""
+    """Remove the temporary files of killed processes; files of running processes are locked."""
     for path in folder.glob(f".*{UNFINISHED}"):
         with suppress(OSError), path.open("r+b") as file:
             if _lock(file.fileno()):

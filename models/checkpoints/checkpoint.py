@@ -44,10 +44,6 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
 
-    def names(self) -> list[str]:
-        """Return the Hugging Face names of the tensors."""
-        return list(self.tensors)
-
     def tensor(self, name: str) -> np.ndarray:
         """Read the values of a tensor; each call reads the file again.
 
@@ -68,19 +64,16 @@ class Checkpoint:
             )
         return self.tensors[name].read()
 
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, which is built at the first call."""
-        return self._tokenizer
-
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model, which is built at the first access."""
         return self.load_tokenizer()
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
         """Ids of the tokens that end a sequence or a turn."""
         try:
-            tokenizer = self.tokenizer()
+            tokenizer = self.tokenizer
         except ModelError:  # weights without a tokenizer still run on token ids
             return self.end_tokens
         ends = self.end_tokens | ({tokenizer.eos} - {None})

@@ -64,13 +64,20 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         kept = kept_tokens(info) if chats else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
-    names = {chat.sequence: name for name, chat in chats.items()}
+    by_sequence = {
+        chat.sequence: {
+            "conversation": name,
+            "turns": len(chat.turns),
+            "last": chat.turns[-1].message if chat.turns else None,
+        }
+        for name, chat in chats.items()
+    }
     parts = info.cache.parts
-    sizes = {name: _bytes(*array) for name, array in info.arrays.items()}
     entries = []
     for i, part in enumerate(parts):
         prefix = "buffers." if len(parts) == 1 else f"buffers.{i}."
-        num_bytes = sum(size for name, size in sizes.items() if name.startswith(prefix))
+        saved = [array for name, array in info.arrays.items() if name.startswith(prefix)]
+        num_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for dtype, shape in saved)
         layers = part.table.num_layers(part.buffers)
         entries.append({"kind": kind_of(part), "layers": layers, "bytes": num_bytes})
     spec = info.cache.table.spec
@@ -91,10 +98,8 @@ def of_snapshot(path: Path) -> dict[str, Any]:
             {
                 "sequence": seq,
                 "tokens": len(info.tokens[seq]) if seq in info.tokens else None,
-                "conversation": names.get(seq),
                 "kept": seq in kept,
-                "turns": len(chats[names[seq]].turns) if seq in names else None,
-                "last": _last(chats[names[seq]]) if seq in names else None,
+                **by_sequence.get(seq, {"conversation": None, "turns": None, "last": None}),
             }
             for seq in info.sequences
         ],
@@ -174,11 +179,3 @@ def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     for part in found["parts"]:
         each = f"{part['bytes']:,} a {part['unit']}"
         yield f"{part['kind']:<20}{part['layers']:>6}{each:>25}"
-
-
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
-
-
-def _last(conversation: Any) -> str | None:
-    return conversation.turns[-1].message if conversation.turns else None

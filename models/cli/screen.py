@@ -3,18 +3,13 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Protocol
 
 from tqdm import tqdm
 
-
-class Progress(Protocol):
-    """Callback that shows progress."""
-
-    def __call__(self, done: int, total: int) -> None:
-        """Receive the number of finished parts of the work, and the number of all parts."""
+Progress = Callable[[int, int], None]
+"""Function of the number of finished parts of the work, and the number of all parts."""
 
 
 class Screen:

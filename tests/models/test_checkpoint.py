@@ -41,7 +41,7 @@ def test_open_checkpoint_folder_and_gguf_are_equal(tmp_path, dtype):
     tensors = tiny_tensors(dtype)
     folder = open_checkpoint(write_folder(tmp_path / "hf", dict(tensors)))
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors))
-    assert set(folder.names()) == set(file.names()) == set(tensors)
+    assert set(folder.tensors) == set(file.tensors) == set(tensors)
     for name, array in tensors.items():
         assert same(folder.tensor(name), array), name
         assert same(file.tensor(name), array), name
@@ -80,7 +80,7 @@ def test_gguf_gemma_norms_lose_their_one(tmp_path):
     slides |= {"gemma3.attention.sliding_window_pattern": [True, False]}
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", stored, "gemma3", fields=slides))
     assert file.config["layer_types"] == ["sliding_attention", "full_attention"]
-    values = {name: float(file.tensor(name).flat[0]) for name in file.names()}
+    values = {name: float(file.tensor(name).flat[0]) for name in file.tensors}
     assert values == {f"{name}.weight": value for name, value in known.values()}
     assert file.architecture == "gemma3_text" and file.config["tie_word_embeddings"]
 
@@ -113,7 +113,7 @@ def test_folder_of_larger_model_gives_language_part(tmp_path):
     config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner}
     held = open_checkpoint(write_folder(tmp_path / "hf", tensors, config))
     assert held.architecture == "gemma3_text" and held.stop_tokens == {1, 106}
-    assert "model.norm.weight" in held.names()
+    assert "model.norm.weight" in held.tensors
     assert held.config["num_attention_heads"] == 8 and held.config["head_dim"] == 256
     wanted = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     assert held.config["layer_types"] == wanted
@@ -288,7 +288,7 @@ def test_open_checkpoint_refused_files_raise(tmp_path):
         open_checkpoint(whole).tensor("model.nothing")
     ends = write_gguf(tmp_path / "ends.gguf", {}, fields={"tokenizer.ggml.add_eos_token": True})
     with pytest.raises(ModelError, match="expected tokenizer.ggml.add_eos_token false, got true"):
-        open_checkpoint(ends).tokenizer()
+        _ = open_checkpoint(ends).tokenizer
     (tmp_path / "cut.gguf").write_text("once upon a time")
     refused(tmp_path / "cut.gguf", "not a GGUF file.*once")
     for length in (10, 300, 5000):
@@ -307,7 +307,7 @@ def test_open_checkpoint_hub_id_without_network(tmp_path, monkeypatch):
         (repository / name).mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
     write_folder(repository / "snapshots" / ("0" * 40), tiny_tensors())
-    assert "lm_head.weight" in open_checkpoint("some/model").names()
+    assert "lm_head.weight" in open_checkpoint("some/model").tensors
 
 
 def test_open_checkpoint_names_missing_wheels(monkeypatch):

@@ -99,7 +99,7 @@ def write_gguf(path, checkpoint, kind):
     """Write a file as llama.cpp's converter does."""
     config, arch = checkpoint.config, gguf.MODEL_ARCH.GPT_OSS
     names, tensors = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), []
-    for name in checkpoint.names():
+    for name in checkpoint.tensors:
         array = checkpoint.tensor(name).astype(np.float32)
         stem, end = name, "weight"
         if ".experts." in name:

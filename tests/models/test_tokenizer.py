@@ -42,7 +42,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return open_checkpoint().tokenizer()
+    return open_checkpoint().tokenizer
 
 
 def check_recorded(tokenizer, model):
@@ -159,14 +159,14 @@ O200K = (
 def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
     inner = train_byte_level(cut)
     named = dict(bos_token={"__type": "AddedToken", "content": "<|begin|>"}, eos_token="<|im_end|>")
-    folder = write_folder(tmp_path / "hf", inner, **named).tokenizer()
+    folder = write_folder(tmp_path / "hf", inner, **named).tokenizer
     model = json.loads(inner.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
     kinds = [3, 3] + [1] * (len(vocabulary) - 2)
     fields = {"model": "gpt2", "pre": pre, "tokens": vocabulary, "token_type": kinds}
     fields |= {"merges": [" ".join(merge) for merge in model["merges"]]}
     fields |= {"bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True}
-    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer()
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
     for text in [*HARD, TEXT]:
         ids = inner.encode(text, add_special_tokens=False).ids
         assert folder.encode(text) == file.encode(text) == ids
@@ -204,7 +204,7 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
         "eos_token_id": theirs.eos_id(),
         "add_space_prefix": space_first,
     }
-    ours = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer()
+    ours = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
     for text in [*HARD[:-1], TEXT]:
         assert ours.encode(text) == theirs.encode(text), text
         assert ours.prompt(text) == [theirs.bos_id(), *theirs.encode(text)]
@@ -227,7 +227,7 @@ def test_folder_with_sentencepiece_rules(tmp_path):
     inner.decoder = decoders.Sequence([*pieces, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     before = dict(single="<s> $A", special_tokens=[("<s>", 1)])
     inner.post_processor = processors.TemplateProcessing(**before)
-    tokenizer = write_folder(tmp_path / "hf", inner, bos_token="<s>").tokenizer()
+    tokenizer = write_folder(tmp_path / "hf", inner, bos_token="<s>").tokenizer
     assert tokenizer.prompt("a b") == [1, 5, 2, 4]
     for text in ("a b", "鍵 a", " a"):
         assert tokenizer.decode(tokenizer.prompt(text)) == text
@@ -260,9 +260,9 @@ def test_folder_chat_template_places(tmp_path):
     several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     for template, said in (("s", "s"), (several, "d")):
         held = write_folder(tmp_path / "a", inner, chat_template=template)
-        assert held.tokenizer().chat(hi) == said
+        assert held.tokenizer.chat(hi) == said
     (tmp_path / "a" / "chat_template.jinja").write_text("f")  # has priority
-    assert open_checkpoint(tmp_path / "a").tokenizer().chat(hi) == "f"
+    assert open_checkpoint(tmp_path / "a").tokenizer.chat(hi) == "f"
 
 
 def test_folder_chat_template_may_use_every_special_token(tmp_path):
@@ -271,7 +271,7 @@ def test_folder_chat_template_may_use_every_special_token(tmp_path):
     tokens = {f"{name}_token": f"<{name}>" for name in names}
     template = "{{ messages[0].content }}" + "".join(f"{{{{ {name} }}}}" for name in tokens)
     held = write_folder(tmp_path / "a", inner, chat_template=template, **tokens)
-    said = held.tokenizer().chat([{"role": "user", "content": "hi"}])
+    said = held.tokenizer.chat([{"role": "user", "content": "hi"}])
     assert said == "hi<pad><sep><unk><mask>"
 
 
@@ -280,7 +280,7 @@ def test_folder_truncation_and_padding_have_no_effect(tmp_path, side):
     inner, prompts = train_byte_level(pre_tokenizers.ByteLevel()), []
     for name in ("plain", "cut"):
         held = write_folder(tmp_path / name, inner, model_max_length=4)
-        prompts.append([held.tokenizer().prompt(text) for text in ("a", TEXT)])
+        prompts.append([held.tokenizer.prompt(text) for text in ("a", TEXT)])
         inner.enable_truncation(4, direction=side)
         inner.enable_padding(direction=side, length=16)
     assert prompts[0] == prompts[1] and len(prompts[0][1]) > 16
@@ -306,5 +306,5 @@ def test_tokenizer_refused_files_raise(tmp_path):
         (write_folder(tmp_path / "words", words), r"/words/tokenizer\.json: .*decoder, got none"),
     ]:
         with pytest.raises(ModelError, match=message):
-            held.tokenizer()
+            _ = held.tokenizer
     assert file(eos_token_id=5).stop_tokens == {5}  # token ids suffice
