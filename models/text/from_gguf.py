@@ -20,6 +20,16 @@ from models.text.tokenizer import Tokenizer
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _TEXTS = several(TEXT, 2**24)
 
+# Keys that are read, then keys of infilling, padding, classifiers and other tokenizers.
+_KEYS = (
+    "model pre tokens token_type scores merges add_bos_token add_space_prefix bos_token_id "
+    "eos_token_id eot_token_id eom_token_id unknown_token_id seperator_token_id padding_token_id "
+    "mask_token_id cls_token_id separator_token_id token_type_count "
+    "precompiled_charsmap remove_extra_whitespaces fim_pre_token_id fim_suf_token_id "
+    "fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id "
+    "prefix_token_id suffix_token_id middle_token_id"
+)
+
 _EITHER_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -71,8 +81,10 @@ _CUTS: dict[str, Callable[[], list]] = {
 def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     """Build the tokenizer of a GGUF file from metadata and a chat template.
 
-    Raises `ModelError` if a value is of another kind, or the kind of tokenizer is not supported.
+    Raises `ModelError` if a key, a value or the kind of tokenizer is not supported.
     """
+    get.ignore(_KEYS)
+    get.check_all_asked({"add_eos_token": (False,), "add_sep_token": (False,)})
     kind = get("model")
     if kind is get("tokens") is None:
         raise NoTokenizerError(f"{get.source} has no tokenizer; give another model.")
@@ -91,12 +103,9 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     }
     types = _for_each_token(get, "token_type", whole(1, 6), _NORMAL, len(tokens))
     if kind == "gpt2":
-        inner = _byte_level(tokens, types, get("merges") and get("merges", _TEXTS), pre, get.source)
+        inner = _byte_level(get, tokens, types, pre)
         return from_tokenizers(inner, source=get.source, **fields)
-    scores = _for_each_token(get, "scores", number(-1e30, 1e30), 0.0, len(tokens))
-    unknown = get("unknown_token_id", TOKEN, 0)
-    space_first = bool(get("add_space_prefix", default=True))
-    return _pieces(tokens, types, scores, unknown, space_first, get.source, **fields)
+    return _pieces(get, tokens, types, **fields)
 
 
 def _known(get: Metadata, tokens: list[str]) -> dict[str, str]:
@@ -118,21 +127,21 @@ def _for_each_token(get: Metadata, name: str, kind: Kind, default: Any, count: i
     return values
 
 
-def _byte_level(
-    tokens: list[str], types: list[int], merges: list[str] | None, pre: str, source: str
-) -> Inner:
+def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
     if not isinstance(pre, str) or pre not in _CUTS:
         raise ModelError(
-            f"{source}: expected a pre-tokenizer of {', '.join(_CUTS)}, got {pre!r}; give another "
-            "model."
+            f"{get.source}: expected a pre-tokenizer of {', '.join(_CUTS)}, got {pre!r}; give "
+            "another model."
         )
     vocabulary = {token: id for id, token in enumerate(tokens)}
+    merges = get("merges") and get("merges", _TEXTS)  # an empty list is allowed
     pairs = [tuple(merge.split(" ", 1)) for merge in merges or ()]
     try:
         inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair
         raise ModelError(
-            f"{source} has merges that do not match its tokens ({brief(error)}); download it again."
+            f"{get.source} has merges that do not match its tokens ({brief(error)}); download it "
+            "again."
         ) from error
     inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
     inner.decoder = decoders.ByteLevel()
@@ -144,19 +153,14 @@ def _byte_level(
     return inner
 
 
-def _pieces(
-    tokens: list[str],
-    types: list[int],
-    scores: list[float],
-    unknown: int,
-    space_first: bool,
-    source: str,
-    **fields: Any,
-) -> Tokenizer:
+def _pieces(get: Metadata, tokens: list[str], types: list[int], **fields: Any) -> Tokenizer:
     """Build a SentencePiece tokenizer from a model proto."""
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
+    scores = _for_each_token(get, "scores", number(-1e30, 1e30), 0.0, len(tokens))
+    unknown = get("unknown_token_id", TOKEN, 0)
+    space_first = bool(get("add_space_prefix", default=True))
     proto = ModelProto()
     for id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
         # User-defined tokens have spaces in the file, which are "▁" in normalised text.
@@ -174,7 +178,8 @@ def _pieces(
         processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
     except Exception as error:  # the library raises RuntimeError for invalid vocabularies
         raise ModelError(
-            f"{source} has an invalid SentencePiece vocabulary ({brief(error)}); download it again."
+            f"{get.source} has an invalid SentencePiece vocabulary ({brief(error)}); download it "
+            "again."
         ) from error
 
     control = {token: id for id, token in enumerate(tokens) if types[id] in (_CONTROL, _UNKNOWN)}

@@ -8,7 +8,10 @@ from models.checkpoints.gguf.metadata import FLOAT, INT, Metadata
 from models.checkpoints.ranges import LAYERS
 from models.kinds import check, whole
 
-CONVERTERS = {arch: module for module in (gpt_oss, recurrent) for arch in module.LAYER}
+CONVERTERS = {
+    "gpt-oss": gpt_oss,
+    **dict.fromkeys(("mamba2", "granitehybrid", "lfm2", "falcon-h1"), recurrent),
+}
 """Module that converts tensors and keys of an architecture."""
 
 # Config key of Hugging Face -> key of the file, after the architecture's name.
@@ -46,19 +49,7 @@ _ONLY = {
     "ssm.dt_b_c_rms": (False,),
 }
 # These repeat the tensors, or concern embeddings, the converter or training.
-_MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
-_TOKENIZER = frozenset(
-    # Keys that are read, then keys of infilling, padding, classifiers and other tokenizers.
-    [
-        *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token"),
-        *("add_space_prefix", "bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"),
-        *("unknown_token_id", "padding_token_id", "mask_token_id", "cls_token_id"),
-        *("seperator_token_id", "separator_token_id", "token_type_count"),
-        *("precompiled_charsmap", "remove_extra_whitespaces"),
-        *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
-        *(f"{part}_token_id" for part in ("prefix", "suffix", "middle")),
-    ]
-)
+_MEANINGLESS = "vocab_size pooling_type tensor_data_layout rope.scaling.finetuned"
 
 
 def config_from_gguf(
@@ -156,9 +147,3 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any]:
     if arch == "gpt-oss":  # trained without rounding, which llama.cpp applies to all models
         found["truncate"] = False
     return {"rope_type": kind} | {key: value for key, value in found.items() if value is not None}
-
-
-def check_tokenizer(get: Metadata) -> None:
-    """Raise `ModelError` for the first unsupported tokenizer key or value."""
-    get.ignore(_TOKENIZER)
-    get.check_all_asked({"add_eos_token": (False,), "add_sep_token": (False,)})

@@ -9,9 +9,8 @@ Three properties of tensors are converted, in addition to those in `recurrent.py
 - norm weights of Gemma, which are 1 larger in GGUF files.
 """
 
-import re
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +22,9 @@ from gguf.quants import dequantize
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.config import Config
-from models.checkpoints.gguf.config import CONVERTERS, check_tokenizer, config_from_gguf
+from models.checkpoints.gguf.config import CONVERTERS, config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.gguf.names import hugging_face_name, stored_name
 from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.tensor import Tensor, check_numbers
 from models.errors import ModelError, brief
@@ -41,39 +41,6 @@ _FAMILIES = {
     "lfm2": "lfm2",
     "falcon-h1": "falcon_h1",
     "gpt-oss": "gpt_oss",
-}
-
-_WHOLE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_WHOLE_IN = {
-    "mamba2": {
-        "token_embd.weight": "backbone.embeddings.weight",
-        "output_norm.weight": "backbone.norm_f.weight",
-    },
-    # The last norm, despite its name.
-    "lfm2": {"token_embd_norm.weight": "model.embedding_norm.weight"},
-    "falcon-h1": {"output_norm.weight": "model.final_layernorm.weight"},
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA_LAYER = _LAYER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 _CHUNK = 1 << 16  # values unpacked at a time, which fit into a CPU's cache
@@ -97,7 +64,10 @@ def open_gguf(path: Path) -> Checkpoint:
     if factors is not None:
         factors = check_numbers(np.asarray(factors.data), factors.name, source).tolist()
     # The suffix tells an unknown name from the name of a Hugging Face tensor.
-    by_name = {_plain(name, arch) or f"{name}.unknown": tensor for name, tensor in stored.items()}
+    by_name = {
+        hugging_face_name(name, arch) or f"{name}.unknown": tensor
+        for name, tensor in stored.items()
+    }
     shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
     metadata = Metadata(reader, source, f"{arch}.")
     values = config_from_gguf(arch, metadata, shapes, factors) | {"model_type": _FAMILIES[arch]}
@@ -112,7 +82,6 @@ def open_gguf(path: Path) -> Checkpoint:
     def load_tokenizer():
         from models.text.from_gguf import tokenizer_from_gguf
 
-        check_tokenizer(vocabulary)
         return tokenizer_from_gguf(vocabulary, get("tokenizer.chat_template", TEXT))
 
     ends = (vocabulary(key, TOKEN) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
@@ -123,7 +92,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors=tensors,
         end_tokens=frozenset(end for end in ends if end is not None),
         load_tokenizer=load_tokenizer,
-        stored_name=partial(_stored_name, arch),
+        stored_name=partial(stored_name, arch),
         named_ends=True,
     )
 
@@ -183,38 +152,6 @@ def convert_tensors(
             tensor = converter.join_halves(tensor, tensors[f"{plain}.up"])
         out[plain] = converter.convert(plain, tensor)
     return out
-
-
-def _plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a tensor; None if the architecture has no such tensor.
-
-    If the tensor is one half of a Hugging Face tensor, the returned name ends in `.gate` or `.up`.
-    """
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if found is None:
-        return (_WHOLE | _WHOLE_IN.get(arch, {})).get(name)
-    layer, part = found.groups()
-    plain = _layer_names(arch).get(part)
-    layers = "backbone.layers" if arch == "mamba2" else "model.layers"
-    return plain and f"{layers}.{layer}.{plain}"
-
-
-def _stored_name(arch: str, plain: str) -> str:
-    """Return the name in the file of the tensor with a Hugging Face name; of halves, the first."""
-    layer = re.search(r"\d+", plain) or [0]
-    names = [f"blk.{layer[0]}.{part}" for part in _layer_names(arch)]
-    names += [*_WHOLE, *_WHOLE_IN.get(arch, {})]
-    return next((x for x in names if _plain(x, arch) in (plain, f"{plain}.gate")), plain)
-
-
-@cache
-def _layer_names(arch: str) -> dict[str, str]:
-    """Return the Hugging Face name of each tensor of a layer, without the layer's number."""
-    if arch in CONVERTERS:
-        return CONVERTERS[arch].LAYER[arch]
-    names = _GEMMA_LAYER if arch == "gemma3" else _LAYER
-    ends = "weight", "bias"
-    return {f"{name}.{end}": f"{plain}.{end}" for name, plain in names.items() for end in ends}
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:

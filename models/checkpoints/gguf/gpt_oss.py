@@ -5,31 +5,6 @@ from typing import Any
 from models.checkpoints.gguf.metadata import INT, Metadata
 from models.checkpoints.tensor import Tensor, join
 
-_BIASED = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate_inp": "mlp.router",
-}
-_LAYER = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_sinks.weight": "self_attn.sinks",
-    "post_attention_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj.gate",
-    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias.gate",
-    "ffn_up_exps.weight": "mlp.experts.gate_up_proj.up",
-    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias.up",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-} | {
-    f"{name}.{end}": f"{plain}.{end}"
-    for name, plain in _BIASED.items()
-    for end in ("weight", "bias")
-}
-LAYER = {"gpt-oss": _LAYER}
-"""Hugging Face names of the tensors of a layer; halves of a tensor end in `.gate` and `.up`."""
-
 
 def join_halves(gate: Tensor, up: Tensor) -> Tensor:
     """Join gates and up projections so that they alternate along the second dimension."""

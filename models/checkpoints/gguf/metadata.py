@@ -1,6 +1,6 @@
 """Metadata of a GGUF file, by key."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoints.gguf.reader import Reader
@@ -61,9 +61,9 @@ class Metadata:
         """Return the `ModelError` for a key with a value that no supported model has."""
         return unsupported(self.prefix + name, expected, self(name), self.source)
 
-    def ignore(self, names: Iterable[str]) -> None:
-        """Count keys as read, because they have no effect on logits or tokens."""
-        self._asked.update(names)
+    def ignore(self, names: str) -> None:
+        """Count keys, separated by spaces, as read, because they have no effect."""
+        self._asked.update(names.split())
 
     def check_all_asked(self, allowed: Mapping[str, tuple]) -> None:
         """Raise `ModelError` for a key that was not read, unless its value is in `allowed`."""

@@ -19,67 +19,6 @@ from models.kinds import several, whole
 BY_LAYER = several(whole(0, 2**14), LAYERS)
 """A number of key/value heads for each layer."""
 
-_MIXER = {
-    "ssm_in.weight": "in_proj.weight",
-    "ssm_conv1d.weight": "conv1d.weight",
-    "ssm_conv1d.bias": "conv1d.bias",
-    "ssm_dt.bias": "dt_bias",
-    "ssm_a": "A_log",
-    "ssm_d": "D",
-    "ssm_norm.weight": "norm.weight",
-    "ssm_out.weight": "out_proj.weight",
-}
-_ATTENTION = {
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-}
-LAYER = {
-    "mamba2": {"attn_norm.weight": "norm.weight"}
-    | {name: f"mixer.{plain}" for name, plain in _MIXER.items()},
-    "granitehybrid": {
-        "attn_norm.weight": "input_layernorm.weight",
-        "ffn_norm.weight": "post_attention_layernorm.weight",
-        "ffn_gate_inp.weight": "block_sparse_moe.router.layer.weight",
-        "ffn_gate_exps.weight": "block_sparse_moe.input_linear.weight.gate",
-        "ffn_up_exps.weight": "block_sparse_moe.input_linear.weight.up",
-        "ffn_down_exps.weight": "block_sparse_moe.output_linear.weight",
-        "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight.gate",
-        "ffn_up_shexp.weight": "shared_mlp.input_linear.weight.up",
-        "ffn_down_shexp.weight": "shared_mlp.output_linear.weight",
-        "ffn_gate.weight": "shared_mlp.input_linear.weight.gate",
-        "ffn_up.weight": "shared_mlp.input_linear.weight.up",
-        "ffn_down.weight": "shared_mlp.output_linear.weight",
-    }
-    | _ATTENTION
-    | {name: f"mamba.{plain}" for name, plain in _MIXER.items()},
-    "lfm2": _ATTENTION
-    | {
-        "attn_norm.weight": "operator_norm.weight",
-        "attn_output.weight": "self_attn.out_proj.weight",
-        "attn_q_norm.weight": "self_attn.q_layernorm.weight",
-        "attn_k_norm.weight": "self_attn.k_layernorm.weight",
-        "shortconv.in_proj.weight": "conv.in_proj.weight",
-        "shortconv.conv.weight": "conv.conv.weight",
-        "shortconv.out_proj.weight": "conv.out_proj.weight",
-        "ffn_norm.weight": "ffn_norm.weight",
-        "ffn_gate.weight": "feed_forward.w1.weight",
-        "ffn_up.weight": "feed_forward.w3.weight",
-        "ffn_down.weight": "feed_forward.w2.weight",
-    },
-    "falcon-h1": {
-        "attn_norm.weight": "input_layernorm.weight",
-        "ffn_norm": "pre_ff_layernorm.weight",  # the only weight without .weight in its name
-        "ffn_gate.weight": "feed_forward.gate_proj.weight",
-        "ffn_up.weight": "feed_forward.up_proj.weight",
-        "ffn_down.weight": "feed_forward.down_proj.weight",
-    }
-    | _ATTENTION
-    | {name: f"mamba.{plain}" for name, plain in _MIXER.items()},
-}
-"""Hugging Face names of the tensors of a layer; halves of a tensor end in `.gate` and `.up`."""
-
 
 def join_halves(gate: Tensor, up: Tensor) -> Tensor:
     """Join gate and up projection, one above the other."""
