@@ -11,13 +11,12 @@ from jax.sharding import Mesh
 from jaxkv.generation.filters import make_sampler
 from models.chat.conversation import ChatError
 from models.chat.speaker import Speaker
-from models.cli.arguments import InputError
+from models.cli.arguments import InputError, read_sampling
 from models.cli.generate import load_with_progress
 from models.cli.interrupts import defer_interrupts
-from models.cli.sampling import read_sampling
 from models.cli.screen import compiling, note, put
 from models.cli.talk import COMMANDS, Talk
-from models.cli.terminal import Pipe, Source, Terminal, hide_keys
+from models.cli.terminal import Pipe, Terminal, hide_keys
 from models.errors import ModelError
 from models.meshes import make_mesh
 
@@ -76,7 +75,7 @@ def talk_on(
     return converse(talk, Pipe())
 
 
-def converse(talk: Talk, source: Source) -> int:
+def converse(talk: Talk, source: Pipe | Terminal) -> int:
     """Handle lines until the input ends; return the exit code.
 
     If the input is a pipe, `ChatError` and `ModelError` are raised, and an interrupt during an
