@@ -427,22 +427,18 @@ def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
     """Read tensors one at a time; each tensor is copied to its devices before the next is read."""
     done, total = 0, len(jax.tree.leaves(shapes))
 
-    def put(form: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
+    def load_array(form: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
         nonlocal done
-        array = _place(source.read(), form)
+        values = source.read()
+        if form.sharding is None:
+            array = jnp.asarray(values, form.dtype)
+        else:
+            array = jax.make_array_from_callback(
+                form.shape, form.sharding, lambda index: np.asarray(values[index], form.dtype)
+            )
         done += 1
         if progress is not None:
             progress(done, total)
         return array
 
-    return jax.tree.map(put, shapes, sources)
-
-
-def _place(values: np.ndarray, form: jax.ShapeDtypeStruct) -> jax.Array:
-    if form.sharding is None:
-        return jnp.asarray(values, form.dtype)
-
-    def share(index: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(values[index], form.dtype)
-
-    return jax.make_array_from_callback(form.shape, form.sharding, share)
+    return jax.tree.map(load_array, shapes, sources)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-
 from models.checkpoints.config import Config
 from models.checkpoints.tensor import Tensor
 from models.errors import ModelError
@@ -43,26 +41,6 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Read the values of a tensor; each call reads the file again.
-
-        Args:
-          name: Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
-
-        Returns:
-          Stored values (float32, float16 or `ml_dtypes.bfloat16`), or float32 for quantised blocks.
-          The array may be a read-only view of the file.
-
-        Raises:
-          ModelError: If the checkpoint has no tensor of this name.
-        """
-        if name not in self.tensors:
-            raise ModelError(
-                f"{self.source}: expected one of its {len(self.tensors)} tensors, got {name!r}; "
-                "give another name."
-            )
-        return self.tensors[name].read()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

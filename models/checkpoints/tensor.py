@@ -12,7 +12,8 @@ from models.errors import ModelError
 class Tensor:
     """A tensor in a file.
 
-    read: function that reads the values at each call; None if only shapes are read.
+    read: function that reads the values at each call, as stored, or as float32 if the file has
+      quantised blocks. The result may be a view of the file. None if only shapes are read.
     stored: name and shape of each tensor of the file that is a part of it, for messages; empty if
       the file lacks a part.
     """

@@ -100,7 +100,7 @@ def write_gguf(path, checkpoint, kind):
     config, arch = checkpoint.config, gguf.MODEL_ARCH.GPT_OSS
     names, tensors = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), []
     for name in checkpoint.tensors:
-        array = checkpoint.tensor(name).astype(np.float32)
+        array = checkpoint.tensors[name].read().astype(np.float32)
         stem, end = name, "weight"
         if ".experts." in name:
             stem, end = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")
