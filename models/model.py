@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv.core.partitioning import ShardingRules
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.left_out import left_out
+from models.checkpoints.ignored_tensors import is_ignored
 from models.checkpoints.open import open_checkpoint
 from models.checkpoints.tensor import Tensor
-from models.errors import ModelError, brief, few
+from models.errors import ModelError, few, first_line
 from models.families import (
     deepseek,
     falcon_h1,
@@ -315,9 +315,9 @@ def family_of(checkpoint: Checkpoint) -> tuple[ModuleType, Any]:
     except (ArithmeticError, TypeError, ValueError) as error:  # for example, no heads
         raise ModelError(
             f"{checkpoint.source}: expected settings of a {checkpoint.architecture!r} model, got "
-            f"others ({brief(error)}); download it again."
+            f"others ({first_line(error)}); download it again."
         ) from error
-    checkpoint.config.check_all_asked()
+    checkpoint.config.check_all_read()
     return family, config
 
 
@@ -403,12 +403,12 @@ def tensor_problems(name_or_path: str | os.PathLike) -> str:
 
 def _problems(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
     """Count and name the missing, unused and misshapen tensors; "" if there are none."""
-    tensors, asked = checkpoint.tensors, checkpoint.asked
-    missing = sorted(map(checkpoint.stored_name, asked - tensors.keys()))
+    tensors, used_names = checkpoint.tensors, checkpoint.used_names
+    missing = sorted(map(checkpoint.stored_name, used_names - tensors.keys()))
     unused = [
         stored
         for name, tensor in tensors.items()
-        if name not in asked and not left_out(name, tensors, checkpoint.config)
+        if name not in used_names and not is_ignored(name, tensors, checkpoint.config)
         for stored in tensor.stored
     ]
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(sources), strict=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 import jaxkv
-from models.errors import ModelError, brief
+from models.errors import ModelError, first_line
 
 Streams = Literal["unified", "split"]
 """Whether all texts share the cells of one stream, or each text has a stream."""
@@ -72,7 +72,7 @@ def make_with_room(
     try:
         cache = jax.eval_shape(make)
     except ValueError as error:
-        raise ModelError(f"The cache cannot be made: {brief(error)}.") from error
+        raise ModelError(f"The cache cannot be made: {first_line(error)}.") from error
     mesh = jax.sharding.get_mesh()
     rules, devices, num_bytes = cache.table.sharding_rules, 1, cache.nbytes
     if rules is not None and not mesh.empty:

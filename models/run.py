@@ -98,11 +98,13 @@ class Run:
         dispatches = -(-rest // self.options.steps_per_dispatch)
         return -(-rest // dispatches) if dispatches else 0
 
-    def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
+    def compile(
+        self, cache: Any, plan: jaxkv.Plan, on_progress: Callable[[int, int], None] | None
+    ) -> Any:
         """Compile the programs of the run; return an empty cache that replaces `cache`.
 
-        Some programs run once, and may donate the buffers of `cache`. The function `tell` is called
-        with the number of compiled programs and the number of all programs.
+        Some programs run once, and may donate the buffers of `cache`. `on_progress` is called with
+        the number of compiled programs and the number of all programs.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
@@ -112,7 +114,7 @@ class Run:
             # Without active texts the loop ends before its first step. The state is the output of
             # a program, as in `feed`, so that its sharding on a mesh is the same.
             jobs.append(lambda: self.generate(cache, idle.state, self.draft()))
-        done = compile_all(jobs, tell)
+        done = compile_all(jobs, on_progress)
         if self.steps:
             cache = done[-1].cache
         num_used_cells_of_fullest(cache)

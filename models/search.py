@@ -78,12 +78,12 @@ class Search:
         ]
         self.nbytes = self._cache.nbytes
 
-    def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Compile the programs; for the argument `tell` see `compile_all`."""
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile the programs; for the argument `on_progress` see `compile_all`."""
         model = self._model
         jobs, blanks = lower_steps(model, self._cache, self._plans)
         jobs.append(self._search.lower(model.params, self._cache, blanks[0]).compile)
-        compile_all(jobs, tell)
+        compile_all(jobs, on_progress)
         self._cache = jax.block_until_ready(jaxkv.clear(self._cache))
 
     def __iter__(self) -> Iterator[Found]:

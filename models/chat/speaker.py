@@ -97,7 +97,7 @@ class Speaker:
         store = PrefixStore(cache, sequences=range(conversations, conversations + holders))
         return Chat(cache=cache, store=store, conversations={MAIN: first})
 
-    def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
+    def compile(self, chat: Chat, on_progress: Callable[[int, int], None] | None = None) -> Chat:
         """Compile the programs that `answer` runs; return a new chat, since buffers are donated."""
         table, buffers = chat.cache.table, chat.cache.buffers
         params, forward = self.model.params, self.model.forward
@@ -111,7 +111,7 @@ class Speaker:
             chat.cache, tokens=[0], sequences=[0], max_new_tokens=0, sampler=self.sampler
         ).state
         jobs.append(lambda: self._decode(chat.cache, idle).cache)
-        cache = compile_all(jobs, tell)[-1]
+        cache = compile_all(jobs, on_progress)[-1]
         chat = replace(chat, cache=chat.store.warm_up(cache))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # This compiles the small programs and the queries of edits.

@@ -26,7 +26,7 @@ class Checkpoint:
     named_ends: whether tokens with names such as "<|im_end|>" end a text too, as in llama.cpp.
     load_tokenizer: builds the tokenizer; raises `ModelError` if the files contain no tokenizer.
     stored_name: converts a Hugging Face name to the name in the file.
-    asked: Hugging Face names of the tensors that the model has.
+    used_names: Hugging Face names of the tensors that the model has.
     """
 
     source: str
@@ -37,7 +37,7 @@ class Checkpoint:
     load_tokenizer: Callable[[], Tokenizer]
     named_ends: bool = False
     stored_name: Callable[[str], str] = str
-    asked: set[str] = field(default_factory=set)
+    used_names: set[str] = field(default_factory=set)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"

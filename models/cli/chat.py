@@ -36,10 +36,10 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
         raise InputError("use --load without --mesh: a file is loaded on one device.")
     mesh = make_mesh(args.mesh) if args.mesh else None
     with jax.set_mesh(mesh) if mesh else nullcontext():
-        return talk_on(args, check_interrupt, mesh)
+        return run_on_mesh(args, check_interrupt, mesh)
 
 
-def talk_on(
+def run_on_mesh(
     args: argparse.Namespace, check_interrupt: Callable[[], None], mesh: Mesh | None
 ) -> int:
     """Run the chat on a mesh or the default device."""
@@ -69,7 +69,7 @@ def talk_on(
         note("Enter sends, Alt+Enter begins a line; Ctrl-C ends an answer, Ctrl-D the chat.")
         note("/help lists the commands.")
         talk.answering = hide_keys
-        terminal = Terminal({word: after(talk, word) for word in COMMANDS})
+        terminal = Terminal({word: completions_of(talk, word) for word in COMMANDS})
         with defer_interrupts():  # a second Ctrl-C must not end the chat
             return converse(talk, terminal)
     return converse(talk, Pipe())
@@ -101,7 +101,7 @@ def converse(talk: Talk, source: Pipe | Terminal) -> int:
             put("\n", flush=True)
 
 
-def after(talk: Talk, word: str) -> Callable[[], list[str]] | None:
+def completions_of(talk: Talk, word: str) -> Callable[[], list[str]] | None:
     """Return a function that lists the possible arguments of the command `word`.
 
     Returns None if the argument of the command is a file name.

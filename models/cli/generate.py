@@ -49,8 +49,8 @@ def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
     """Load the model with a progress bar, or with one line if stderr is not a terminal."""
     name, began = args.model, perf_counter()
     try:
-        with progress("loading") as tell:
-            options = {"mesh": mesh, "rules": RULES, "progress": tell}
+        with progress("loading") as on_progress:
+            options = {"mesh": mesh, "rules": RULES, "progress": on_progress}
             options |= {"dtype": jnp.dtype(args.dtype), "cache_dtype": args.cache_dtype}
             model = load(name, **options)
     except OSError as error:

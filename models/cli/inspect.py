@@ -15,8 +15,7 @@ from models.chat.saved import conversations_in, fingerprint_text, kept_tokens
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
 from models.costs import abstract_mesh, costs_of, kind_of
-from models.errors import ModelError, NoTokenizerError
-from models.errors import brief as reason
+from models.errors import ModelError, NoTokenizerError, first_line
 from models.meshes import RULES
 from models.model import load_shapes, on_mesh, tensor_problems
 
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     path = Path(os.path.expanduser(args.file))
     try:
         checkpoint = is_checkpoint(path)
-        found = of_checkpoint(path) if checkpoint else of_snapshot(path)
+        found = describe_checkpoint(path) if checkpoint else describe_snapshot(path)
     except OSError as error:
         raise InputError(
             f"{args.file} cannot be read: {error.strerror or error}; give a snapshot, a .gguf "
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     if args.json:
         put(json.dumps(found) + "\n")
     else:
-        lines = page_of_checkpoint(found) if checkpoint else page_of_snapshot(found)
+        lines = format_checkpoint(found) if checkpoint else format_snapshot(found)
         put("\n".join(map(plain, lines)) + "\n")
     return 0
 
@@ -53,7 +52,7 @@ def is_checkpoint(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def of_snapshot(path: Path) -> dict[str, Any]:
+def describe_snapshot(path: Path) -> dict[str, Any]:
     """Return the description of a snapshot.
 
     Raises `InputError` if the file is damaged, or is not a snapshot.
@@ -63,7 +62,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         chats = conversations_in(info)
         kept = kept_tokens(info) if chats else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
+        raise InputError(f"{path} cannot be inspected: {first_line(error)}.") from error
     by_sequence = {
         chat.sequence: {
             "conversation": name,
@@ -106,7 +105,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
     }
 
 
-def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
+def format_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
     """Format the description of a snapshot."""
     cache = found["cache"]
     yield f"{found['file']}: a snapshot, version {found['version']}, {in_units(found['bytes'])}"
@@ -129,7 +128,7 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
         yield line + "  stored prefix" * entry["kept"]
 
 
-def of_checkpoint(path: Path) -> dict[str, Any]:
+def describe_checkpoint(path: Path) -> dict[str, Any]:
     """Return the description of a checkpoint; raise `ModelError` if the model cannot be run.
 
     In a Hugging Face folder, only `config.json` is necessary. The values of tensors are not read.
@@ -160,7 +159,7 @@ def of_checkpoint(path: Path) -> dict[str, Any]:
     }
 
 
-def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
+def format_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     """Format the description of a checkpoint."""
     longest, vocabulary = found["longest"], found["vocabulary"]
     yield f"{found['file']}: {found['architecture']}, {found['weights'] / 1e6:,.1f}M weights"

@@ -24,9 +24,9 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
     sizes = read_sizes(args, model)
-    costs = ask_sizes(costs_of, model, **sizes)
+    costs = with_input_error(costs_of, model, **sizes)
     check_interrupt()
-    finer, advice = advise(model, costs, sizes)
+    fitted, advice = advise(model, costs, sizes)
     length = args.length
     if length is None and sizes["cells"] is not None:
         length = max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)
@@ -37,12 +37,12 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     answer = Answer(
         model=model,
         costs=costs,
-        fitted=finer,
+        fitted=fitted,
         advice=advice,
         room=room,
         here=args.room is None,
         length=length,
-        most=room and ask_sizes(most_sequences, model, room=room, length=length, **shared),
+        most=room and with_input_error(most_sequences, model, room=room, length=length, **shared),
     )
     show(args, answer)
     if args.room and costs.layout.total > args.room:
@@ -70,7 +70,7 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     return {"cells": cells, **sizes}
 
 
-def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
+def with_input_error(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
     """Call a function, and raise `InputError` in place of a ValueError."""
     try:
         return ask(*args, **sizes)
@@ -87,7 +87,7 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""
     try:
-        finer = costs_on_fitted_mesh(model, **sizes)
+        fitted = costs_on_fitted_mesh(model, **sizes)
     except ValueError as error:
         return None, f"no mesh fits the heads: {error}"
-    return finer, "" if finer else "an axis named cells can split the cells of a single head"
+    return fitted, "" if fitted else "an axis named cells can split the cells of a single head"

@@ -84,7 +84,7 @@ def progress(label: str) -> Iterator[Progress]:
     """Show a progress bar, if stderr is a terminal; the bar disappears at the end."""
     bar = None
 
-    def tell(done: int, total: int) -> None:
+    def update(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:  # made late, so that a missing model prints one line and no bar
             bar = tqdm(
@@ -99,7 +99,7 @@ def progress(label: str) -> Iterator[Progress]:
             bar.close()
 
     try:
-        yield tell
+        yield update
     finally:
         if bar is not None:
             bar.close()
@@ -111,14 +111,14 @@ def compiling() -> Iterator[Progress]:
     began = perf_counter()
     with progress("compiling") as show:
 
-        def tell(done: int, total: int) -> None:
+        def update(done: int, total: int) -> None:
             if done == 0 and not sys.stderr.isatty():
                 note(f"compiling {plural(total, 'program')} ...")
             show(done, total)
             if done == total:
                 note(f"compiled {plural(total, 'program')} in {perf_counter() - began:.1f} s")
 
-        yield tell
+        yield update
 
 
 def plural(count: int, noun: str) -> str:

@@ -138,9 +138,11 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         both = f"{name}.input_linear.weight"
         return {
             "router": {"weight": source.tensor(f"{name}.router.layer.weight")},
-            "gate": source.tensor(both, turn=lambda x: np.split(x, 2, axis=1)[0].swapaxes(1, 2)),
-            "up": source.tensor(both, turn=lambda x: np.split(x, 2, axis=1)[1].swapaxes(1, 2)),
-            "down": source.tensor(f"{name}.output_linear.weight", turn=lambda x: x.swapaxes(1, 2)),
+            "gate": source.tensor(both, arrange=lambda x: np.split(x, 2, axis=1)[0].swapaxes(1, 2)),
+            "up": source.tensor(both, arrange=lambda x: np.split(x, 2, axis=1)[1].swapaxes(1, 2)),
+            "down": source.tensor(
+                f"{name}.output_linear.weight", arrange=lambda x: x.swapaxes(1, 2)
+            ),
         }
 
     def block(i: int, layer: str) -> dict:

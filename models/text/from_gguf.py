@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from models.checkpoints.gguf.metadata import Metadata
-from models.errors import ModelError, NoTokenizerError, brief
+from models.errors import ModelError, NoTokenizerError, first_line
 from models.kinds import TEXT, TOKEN, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
@@ -65,7 +65,7 @@ def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
 
 
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1")
-_CUTS: dict[str, Callable[[], list]] = {
+_PRE_TOKENIZERS: dict[str, Callable[[], list]] = {
     # Converters write "default" for unknown vocabularies.
     **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
     **dict.fromkeys(
@@ -84,7 +84,7 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     Raises `ModelError` if a key, a value or the kind of tokenizer is not supported.
     """
     get.ignore(_KEYS)
-    get.check_all_asked({"add_eos_token": (False,), "add_sep_token": (False,)})
+    get.check_all_read({"add_eos_token": (False,), "add_sep_token": (False,)})
     kind = get("model")
     if kind is get("tokens") is None:
         raise NoTokenizerError(f"{get.source} has no tokenizer; give another model.")
@@ -99,7 +99,9 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     fields = {
         "eos": get("eos_token_id", TOKEN),
         "prefix": (bos,) if bos is not None and adds_bos else (),
-        "render": None if template is None else partial(render, template, **_known(get, tokens)),
+        "render": None
+        if template is None
+        else partial(render, template, **_token_variables(get, tokens)),
     }
     types = _for_each_token(get, "token_type", whole(1, 6), _NORMAL, len(tokens))
     if kind == "gpt2":
@@ -108,7 +110,7 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     return _pieces(get, tokens, types, **fields)
 
 
-def _known(get: Metadata, tokens: list[str]) -> dict[str, str]:
+def _token_variables(get: Metadata, tokens: list[str]) -> dict[str, str]:
     """Return the variables of a chat template that contain tokens, such as `bos_token`."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
     ids = {name: get(f"{key}_token_id", TOKEN) for key, name in names.items()}
@@ -128,10 +130,10 @@ def _for_each_token(get: Metadata, name: str, kind: Kind, default: Any, count: i
 
 
 def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
-    if not isinstance(pre, str) or pre not in _CUTS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise ModelError(
-            f"{get.source}: expected a pre-tokenizer of {', '.join(_CUTS)}, got {pre!r}; give "
-            "another model."
+            f"{get.source}: expected a pre-tokenizer of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}; "
+            "give another model."
         )
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = get("merges") and get("merges", _TEXTS)  # an empty list is allowed
@@ -140,10 +142,10 @@ def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) ->
         inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair
         raise ModelError(
-            f"{get.source} has merges that do not match its tokens ({brief(error)}); download it "
-            "again."
+            f"{get.source} has merges that do not match its tokens ({first_line(error)}); download "
+            "it again."
         ) from error
-    inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
     inner.decoder = decoders.ByteLevel()
     rows = list(zip(tokens, types, strict=True))
     inner.add_special_tokens(
@@ -178,8 +180,8 @@ def _pieces(get: Metadata, tokens: list[str], types: list[int], **fields: Any) -
         processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
     except Exception as error:  # the library raises RuntimeError for invalid vocabularies
         raise ModelError(
-            f"{get.source} has an invalid SentencePiece vocabulary ({brief(error)}); download it "
-            "again."
+            f"{get.source} has an invalid SentencePiece vocabulary ({first_line(error)}); download "
+            "it again."
         ) from error
 
     control = {token: id for id, token in enumerate(tokens) if types[id] in (_CONTROL, _UNKNOWN)}

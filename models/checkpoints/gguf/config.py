@@ -97,7 +97,7 @@ def config_from_gguf(
     if arch == "gemma3":
         config |= _gemma3(get, config)
     get.ignore(_MEANINGLESS)
-    get.check_all_asked(_ONLY)  # llama.cpp reads no other keys
+    get.check_all_read(_ONLY)  # llama.cpp reads no other keys
     return config
 
 

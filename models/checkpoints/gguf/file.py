@@ -27,7 +27,7 @@ from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.names import hugging_face_name, stored_name
 from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.tensor import Tensor, check_numbers
-from models.errors import ModelError, brief
+from models.errors import ModelError, first_line
 from models.kinds import TEXT, TOKEN, whole
 
 # Architecture of the file -> model_type of Hugging Face.
@@ -104,7 +104,7 @@ def _reader(path: Path) -> Reader:
         reader = Reader(path) if magic == b"GGUF" else None
     except Exception as error:  # the package raises many kinds for damaged files
         raise ModelError(
-            f"{path} cannot be read as GGUF ({brief(error)}); it may be cut short, so "
+            f"{path} cannot be read as GGUF ({first_line(error)}); it may be cut short, so "
             "download it again."
         ) from error
     if reader is None:
@@ -127,8 +127,10 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
     if arch in ("llama", "granitehybrid") and part in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
         shape = shape if shape[0] % (2 * heads) == 0 else ()  # the size of a head is even
-    less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
-    return Tensor(shape=shape, read=partial(_read, tensor, heads, less, source), stored=(stored,))
+    norm_offset = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
+    return Tensor(
+        shape=shape, read=partial(_read, tensor, heads, norm_offset, source), stored=(stored,)
+    )
 
 
 def convert_tensors(
@@ -154,21 +156,22 @@ def convert_tensors(
     return out
 
 
-def _halves(rows: int, heads: int) -> np.ndarray:
+def _even_rows_first(rows: int, heads: int) -> np.ndarray:
     """Return the order in which each head has its even rows first, and then its odd rows."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _read(tensor: Any, heads: int | None, less: float, source: str) -> np.ndarray:
+def _read(tensor: Any, heads: int | None, norm_offset: float, source: str) -> np.ndarray:
     raw, kind = np.asarray(tensor.data), Kind(tensor.tensor_type)  # a view of the file map
     if kind == Kind.BF16:
         raw = raw.view(ml_dtypes.bfloat16)
     if heads is not None:
-        raw = raw[_halves(len(raw), heads)]  # quantised rows can be reordered without unpacking
+        # Quantised rows can be reordered without unpacking.
+        raw = raw[_even_rows_first(len(raw), heads)]
     if raw.dtype == np.uint8:
         raw = _unpack(raw, kind, f"{source}: {tensor.name}")
     raw = check_numbers(raw, tensor.name, source)
-    return raw - raw.dtype.type(less) if less else raw
+    return raw - raw.dtype.type(norm_offset) if norm_offset else raw
 
 
 def _unpack(raw: np.ndarray, kind: Kind, name: str) -> np.ndarray:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoints.gguf.reader import Reader
-from models.errors import ModelError, brief, brief_json, unsupported
+from models.errors import ModelError, brief_json, first_line, unsupported
 from models.kinds import Kind, check, number, whole
 
 INT, FLOAT = whole(0, 2**31 - 2), number(-1e30, 1e30)
@@ -13,12 +13,12 @@ INT, FLOAT = whole(0, 2**31 - 2), number(-1e30, 1e30)
 class Metadata:
     """Values of the metadata keys with a prefix, with a record of the keys that were read.
 
-    `check_all_asked` raises if the file has another key, since its effect is not computed.
+    `check_all_read` raises if the file has another key, since its effect is not computed.
     """
 
     def __init__(self, reader: Reader, source: str, prefix: str = ""):
         self._reader, self.source, self.prefix = reader, source, prefix
-        self._asked: set[str] = set()
+        self._read_keys: set[str] = set()
 
     def __call__(self, name: str, kind: Kind | None = None, default: Any = None) -> Any:
         """Return the value of a key, or `default` if the file does not have the key.
@@ -31,7 +31,7 @@ class Metadata:
         Raises:
           ModelError: If the value cannot be read, or is not of the kind.
         """
-        self._asked.add(name)
+        self._read_keys.add(name)
         key = self.prefix + name
         field = self._reader.get_field(key)
         if field is None:
@@ -40,8 +40,8 @@ class Metadata:
             value = field.contents()
         except Exception as error:  # for invalid UTF-8 or missing bytes
             raise ModelError(
-                f"{self.source}: the value of {key} cannot be read ({brief(error)}); download it "
-                "again."
+                f"{self.source}: the value of {key} cannot be read ({first_line(error)}); download "
+                "it again."
             ) from error
         if kind is not None:
             check(value, kind, key, self.source)
@@ -63,13 +63,13 @@ class Metadata:
 
     def ignore(self, names: str) -> None:
         """Count keys, separated by spaces, as read, because they have no effect."""
-        self._asked.update(names.split())
+        self._read_keys.update(names.split())
 
-    def check_all_asked(self, allowed: Mapping[str, tuple]) -> None:
+    def check_all_read(self, allowed: Mapping[str, tuple]) -> None:
         """Raise `ModelError` for a key that was not read, unless its value is in `allowed`."""
         for key in self._reader.fields:
             name = key.removeprefix(self.prefix)
-            if key.startswith(self.prefix) and name not in self._asked:
+            if key.startswith(self.prefix) and name not in self._read_keys:
                 values = allowed.get(name, ())
                 if self(name) not in values:
                     expected = " or ".join(map(brief_json, values)) or "left out"

@@ -19,7 +19,7 @@ _T5_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """Names of tensors that may repeat `shared.weight`."""
 
 
-def left_out(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool:
+def is_ignored(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool:
     """Return whether the tensor with this Hugging Face name has no effect on logits."""
     if config["model_type"] == "t5" and name in _T5_COPIES:
         shared = tensors.get("shared.weight")
