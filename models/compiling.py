@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import jaxkv
 from jaxkv.generation.model_step import compiled_step
 
+Progress = Callable[[int, int], None]
+"""Function of the number of finished parts of the work, and the number of all parts."""
+
 
 def lower_steps(
     model: Any, cache: Any, plans: Sequence[jaxkv.Plan]
@@ -39,12 +42,12 @@ def _shape(ubatch: jaxkv.Ubatch) -> tuple:
 
 
 def compile_all(
-    jobs: Sequence[Callable[[], Any]], on_progress: Callable[[int, int], None] | None = None
+    jobs: Sequence[Callable[[], Any]], on_progress: Progress | None = None
 ) -> list[Any]:
     """Run compilation jobs in threads, and return their results in the order of the jobs.
 
-    Threads use several cores, since XLA compiles a program mostly on one core. `on_progress` is
-    called with the number of finished jobs and the number of all jobs.
+    Threads use several cores, since XLA compiles a program mostly on one core. The parts
+    of `on_progress` are the jobs.
     """
     on_progress = on_progress or (lambda done, total: None)
     on_progress(0, len(jobs))

@@ -50,14 +50,6 @@ def several(kind: Kind, max_items: int) -> Kind:
     )
 
 
-def either(first: Kind, second: Kind) -> Kind:
-    """Return the kind of values of one of two kinds."""
-    return Kind(
-        words=f"{first.words}, or {second.words}",
-        holds=lambda value: first.holds(value) or second.holds(value),
-    )
-
-
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxlong = 50
 TOKEN = whole(0, 2**31 - 2)

@@ -20,6 +20,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.ignored_tensors import is_ignored
 from models.checkpoints.open import open_checkpoint
 from models.checkpoints.tensor import Tensor
+from models.compiling import Progress
 from models.errors import ModelError, few, first_line
 from models.families import (
     deepseek,
@@ -192,7 +193,7 @@ def load(
     implementation: jaxkv.ops.attention.Implementation | None = None,
     mesh: Mesh | None = None,
     rules: ShardingRules = ShardingRules(),  # noqa: B008 (frozen)
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     """Load a model to run it.
 
@@ -423,7 +424,7 @@ def _problems(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
     return ", ".join(lines)
 
 
-def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None) -> Any:
+def _read(shapes: Any, sources: Any, progress: Progress | None) -> Any:
     """Read tensors one at a time; each tensor is copied to its devices before the next is read."""
     done, total = 0, len(jax.tree.leaves(shapes))
 

@@ -16,7 +16,7 @@ from models.checkpoints.hugging_face import read_config, read_tokenizer
 from models.checkpoints.tensor import Tensor, check_numbers
 from models.errors import ModelError, few, first_line
 from models.json_file import read_json
-from models.kinds import TOKEN, check, either, refusal, several
+from models.kinds import TOKEN, check, refusal, several
 
 _MULTIMODAL = re.compile(r"^(language_model\.model|model\.language_model|model\.text_model)\.")
 """Beginnings of names of the language part in multimodal models."""
@@ -86,8 +86,9 @@ def _end_tokens(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     found = config.get("eos_token_id") or (text or {}).get("eos_token_id") or []
     if not found and found != 0:
         return frozenset()
-    check(found, either(TOKEN, several(TOKEN, 1000)), "eos_token_id", str(folder))
-    return frozenset(found if isinstance(found, list) else [found])
+    found = found if isinstance(found, list) else [found]
+    check(found, several(TOKEN, 1000), "eos_token_id", str(folder))
+    return frozenset(found)
 
 
 def _tensors(folder: Path, base: str, file: Any, *, packed: bool) -> dict[str, Tensor]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from models.cli.screen import axes_of, in_units, plural, put
+from models.cli.screen import in_units, plural, put
 from models.costs import Costs, whole_cells
+from models.meshes import axes_of
 from models.model import Model
 
 

@@ -3,13 +3,12 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 from tqdm import tqdm
 
-Progress = Callable[[int, int], None]
-"""Function of the number of finished parts of the work, and the number of all parts."""
+from models.compiling import Progress
 
 
 class Screen:
@@ -136,11 +135,6 @@ def in_units(count: int) -> str:
         if count >= 10**power:
             return f"{count / 10**power:.1f}".removesuffix(".0") + f" {unit}"
     return plural(count, "byte")
-
-
-def axes_of(mesh: Mapping[str, int]) -> str:
-    """Format the sizes of mesh axes in the syntax of `--mesh`."""
-    return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def megabytes(count: int) -> str:
