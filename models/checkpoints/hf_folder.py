@@ -188,7 +188,7 @@ def _read(reader: Any, name: str, shard: Path, *, packed: bool) -> np.ndarray:
 
 
 def _language_model_name(name: str, base: str) -> str:
-    """Return the name of a tensor in a file of the whole language model alone."""
+    """Return the name that a tensor has in a file of the language model and its head."""
     if _HEADLESS.match(name):
         return base + name
     if name.startswith("language_model.lm_head."):

@@ -29,9 +29,9 @@ def watch_interrupts() -> Iterator[Callable[[], None]]:
 def defer_interrupts(*, raises: bool = False) -> Iterator[Callable[[], bool]]:
     """Record interrupts; yield a function that returns whether one occurred.
 
-    An interrupt raises KeyboardInterrupt only if `raises` is True; Python then prints no message
-    about a dropped one. Steps that must complete, such as steps that donate a cache, run in a
-    context where it is False.
+    If `raises` is True, an interrupt also raises KeyboardInterrupt, and Python prints no message if
+    it drops this exception. Steps that must complete, such as steps that donate a cache, run in a
+    context where `raises` is False.
     """
     interrupted = False
 

@@ -38,7 +38,7 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[s
 def _parser(convert: Callable[[str], Any], kind: kinds.Kind) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if kind.holds(value := convert(text)):
+            if kind.accepts(value := convert(text)):
                 return value
         raise refusal(kind.words, text)
 

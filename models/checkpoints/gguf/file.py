@@ -63,7 +63,7 @@ def open_gguf(path: Path) -> Checkpoint:
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
         factors = check_numbers(np.asarray(factors.data), factors.name, source).tolist()
-    # The suffix tells an unknown name from the name of a Hugging Face tensor.
+    # The suffix distinguishes an unknown name from the name of a Hugging Face tensor.
     by_name = {
         hugging_face_name(name, arch) or f"{name}.unknown": tensor
         for name, tensor in stored.items()
@@ -138,6 +138,7 @@ def convert_tensors(
 ) -> dict[str, Tensor]:
     """Join each pair of tensors named `x.gate` and `x.up`, and convert all tensors.
 
+    The functions `join_halves` and `convert` of the module `converter` do this for one tensor.
     Raises `ModelError` if a tensor `x.gate` has no second half `x.up`.
     """
     out = {}

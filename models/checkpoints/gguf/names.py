@@ -124,7 +124,7 @@ def hugging_face_name(name: str, arch: str) -> str | None:
 
 
 def stored_name(arch: str, plain: str) -> str:
-    """Return the name in the file of the tensor with a Hugging Face name; of halves, the first."""
+    """Return the name in the file of a Hugging Face tensor, or of its first half."""
     layer = re.search(r"\d+", plain) or [0]
     parts = [f"blk.{layer[0]}.{part}" for part in _LAYER_IN.get(arch, _LAYER)]
     names = [f"{part}{suffix}" for part in parts for suffix in ("", ".weight", ".bias")]
