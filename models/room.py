@@ -29,10 +29,7 @@ def cells_for(
     prompt.
 
     Examples:
-      >>> (
-      ...     cells_for([[1, 2, 3], [4, 5]], 128),
-      ...     cells_for([[1, 2, 3], [4, 5]], 128, "split"),
-      ... )
+      >>> (cells_for([[1, 2, 3], [4, 5]], 128), cells_for([[1, 2, 3], [4, 5]], 128, "split"))
       (512, 256)
       >>> cells_for([[1] * 500], 128, samples=4)
       1024

@@ -9,14 +9,7 @@ from typing import Any
 import jaxkv
 from jaxkv.generation.filters import make_sampler
 from models.cli.arguments import InputError
-from models.cli.report import (
-    note_ends,
-    note_interrupted,
-    note_summary,
-    print_json,
-    rate,
-    tokens_of,
-)
+from models.cli.report import note_ends, note_interrupted, note_summary, print_json, rate, tokens_of
 from models.cli.screen import Screen, compiling, heading, note, plural, put
 from models.compiling import counting
 from models.generate import generate_texts

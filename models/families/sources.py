@@ -40,12 +40,7 @@ class Sources:
         """Return the tensors for an `RMSNorm`."""
         return {"weight": self.tensor(f"{name}.weight")}
 
-    def linear(
-        self,
-        *names: str,
-        bias: bool = False,
-        **arranged: Any,
-    ) -> dict[str, Tensor]:
+    def linear(self, *names: str, bias: bool = False, **arranged: Any) -> dict[str, Tensor]:
         """Return the tensors for a `Linear` that combines the matrices of the given names.
 
         The options `arranged` are passed to the method `tensor`.
