@@ -80,7 +80,7 @@ def open_gguf(path: Path) -> Checkpoint:
     vocabulary = Metadata(reader, source, "tokenizer.ggml.")
 
     def load_tokenizer():
-        from models.text.from_gguf import tokenizer_from_gguf
+        from models.checkpoints.gguf.tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf(vocabulary, get("tokenizer.chat_template", TEXT))
 
