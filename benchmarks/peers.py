@@ -33,7 +33,7 @@ def peers_of(
     if not transformers_peer.available():
         print("transformers is not installed here: pip install torch transformers")
     elif model.checkpoint.architecture == "llama":
-        tensors = {one: model.checkpoint.tensor(one) for one in model.checkpoint.names()}
+        tensors = {one: model.checkpoint.tensors[one].read() for one in model.checkpoint.tensors}
         for kind in ("static", "dynamic"):
             peers[f"transformers, {kind}"] = transformers_peer.TransformersPeer(
                 tensors, model.checkpoint.config, cache=kind, **options

@@ -23,7 +23,7 @@ def build(layers: int) -> tuple[mamba2.Config, Any, Any]:
     """The model: its config, the pure function, and random weights."""
     mixer = mamba2.Sizes(width=768, heads=24, head_dim=64, state=128)
     config = mamba2.Config(layers=layers, vocabulary=4096, eps=1e-5, mixer=mixer)
-    forward, _ = functional(mamba2, config, jnp.float32)
+    forward, *_ = functional(mamba2, config, jnp.float32)
     module = mamba2.MODULE(config, rngs=nnx.Rngs(0))
     return config, forward, nnx.to_pure_dict(nnx.state(module))
 

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import jaxkv
 from jaxkv.generation.model_step import compiled_step
 
+Progress = Callable[[int, int], None]
+"""Function of the number of finished parts of the work, and the number of all parts."""
+
 
 def lower_steps(
     model: Any, cache: Any, plans: Sequence[jaxkv.Plan]
@@ -39,15 +42,15 @@ def _shape(ubatch: jaxkv.Ubatch) -> tuple:
 
 
 def compile_all(
-    jobs: Sequence[Callable[[], Any]], tell: Callable[[int, int], None] | None = None
+    jobs: Sequence[Callable[[], Any]], on_progress: Progress | None = None
 ) -> list[Any]:
     """Run compilation jobs in threads, and return their results in the order of the jobs.
 
-    Threads use several cores, since XLA compiles a program mostly on one core. `tell` is called
-    with the number of finished jobs and the number of all jobs.
+    Threads use several cores, since XLA compiles a program mostly on one core. The parts
+    of `on_progress` are the jobs.
     """
-    tell = tell or (lambda done, total: None)
-    tell(0, len(jobs))
+    on_progress = on_progress or (lambda done, total: None)
+    on_progress(0, len(jobs))
     mesh = jax.sharding.get_mesh()  # new threads have no mesh
 
     def run(job: Callable[[], Any]) -> Any:
@@ -59,7 +62,7 @@ def compile_all(
         futures = [pool.submit(run, job) for job in jobs]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
-            tell(done, len(jobs))
+            on_progress(done, len(jobs))
     return [future.result() for future in futures]
 
 

@@ -13,7 +13,7 @@ class NoTokenizerError(ModelError):
     """Error for a model whose files contain no tokenizer."""
 
 
-def brief(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of an exception's message, at most 200 characters."""
     text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     lines = text.strip().splitlines() or [type(error).__name__]

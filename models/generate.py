@@ -1,11 +1,11 @@
 """Generation of texts from several prompts in one cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import jaxkv
-from models.compiling import counting
+from models.compiling import Progress, counting
 from models.model import Model
 from models.room import cells_for, make_with_room
 from models.run import Options, Run, num_used_cells_of_fullest
@@ -50,7 +50,7 @@ def generate_texts(
     options: Options,
     *,
     on_text: OnText | None = None,
-    on_compile: Callable[[int, int], None] | None = None,
+    on_compile: Progress | None = None,
 ) -> Generated:
     """Continue prompts in one cache; a text does not depend on the other prompts.
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models.errors import ModelError, brief
+from models.errors import ModelError, first_line
 
 LIMIT = 64 * 2**20
 """Largest size of a file in bytes; the index of many shards has a few million bytes."""
@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
             )
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON ({brief(error)}); download it again.") from error
+        raise ModelError(f"{path} is not JSON ({first_line(error)}); download it again.") from error
     if not isinstance(content, dict):
         raise ModelError(
             f"{path}: expected a JSON object, got a {type(content).__name__}; download it again."

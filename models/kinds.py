@@ -14,59 +14,53 @@ class Kind:
     """A kind of value: a description, and a function that checks a value."""
 
     words: str
-    holds: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
 
 
 def whole(lowest: int, highest: int) -> Kind:
     """Return the kind of integers from `lowest` to `highest`."""
     return Kind(
         words=f"a whole number from {lowest} to {highest}",
-        holds=lambda value: type(value) is int and lowest <= value <= highest,
+        accepts=lambda value: type(value) is int and lowest <= value <= highest,
     )
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
     """Return the kind of finite numbers in a range; if `above`, the range excludes `lowest`."""
 
-    def holds(value: Any) -> bool:
+    def accepts(value: Any) -> bool:
         if type(value) not in (int, float) or not lowest <= value <= highest:
             return False
         return math.isfinite(value) and not (above and value == lowest)
 
-    words = f"a number {'above' if above else 'of at least'} {lowest:g} and at most {highest:g}"
-    return Kind(words=words, holds=holds)
+    words = f"a number {'above' if above else 'of at least'} {lowest:g}"
+    words += f" and at most {highest:g}" if highest < math.inf else ""
+    return Kind(words=words, accepts=accepts)
 
 
 def several(kind: Kind, max_items: int) -> Kind:
     """Return the kind of lists of 1 to `max_items` values of a kind."""
     return Kind(
         words=f"a list of up to {max_items}, each {kind.words}",
-        holds=lambda value: (
+        accepts=lambda value: (
             isinstance(value, list | tuple)
             and 0 < len(value) <= max_items
-            and all(map(kind.holds, value))
+            and all(map(kind.accepts, value))
         ),
-    )
-
-
-def either(first: Kind, second: Kind) -> Kind:
-    """Return the kind of values of one of two kinds."""
-    return Kind(
-        words=f"{first.words}, or {second.words}",
-        holds=lambda value: first.holds(value) or second.holds(value),
     )
 
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxlong = 50
-FLAG = Kind(words="true or false", holds=lambda value: type(value) is bool)
+FLAG = Kind(words="true or false", accepts=lambda value: type(value) is bool)
 TOKEN = whole(0, 2**31 - 2)
 """A token id."""
+TEXT = Kind(words="a text", accepts=lambda value: isinstance(value, str))
 
 
 def check(value: Any, kind: Kind, name: str, source: str) -> None:
     """Raise `ModelError` unless a value is of the given kind."""
-    if not kind.holds(value):
+    if not kind.accepts(value):
         raise refusal(value, kind.words, name, source)
 
 

@@ -75,6 +75,11 @@ RULES = ShardingRules(cells="cells")
 """Rules of the command line: axes `data`, `tensor` and `cells` split streams, heads and cells."""
 
 
+def axes_of(mesh: Mapping[str, int]) -> str:
+    """Format the sizes of mesh axes in the syntax of `--mesh`."""
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Make a mesh of the first devices; raise `ModelError` if there are too few devices."""
     num_devices, devices = prod(sizes.values()), jax.devices()
@@ -87,8 +92,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
             else "give smaller sizes"
         )
         raise ModelError(
-            f"expected {num_devices} devices for the mesh "
-            f"{','.join(f'{name}={size}' for name, size in sizes.items())}, got {len(devices)} "
+            f"expected {num_devices} devices for the mesh {axes_of(sizes)}, got {len(devices)} "
             f"({kind}); {virtual}."
         )
     return jax.make_mesh(

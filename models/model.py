@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv.core.partitioning import ShardingRules
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.left_out import left_out
+from models.checkpoints.ignored_tensors import is_ignored
 from models.checkpoints.open import open_checkpoint
 from models.checkpoints.tensor import Tensor
-from models.errors import ModelError, brief, few
+from models.compiling import Progress
+from models.errors import ModelError, few, first_line
 from models.families import (
     deepseek,
     falcon_h1,
@@ -71,8 +72,7 @@ class Model:
     checkpoint: source of the weights.
     family: module that defines the model.
     dtype: dtype of the params.
-    encoder: `(params, step) -> step`, for `jaxkv.encode`; None if the model has no
-      encoder.
+    encoder: `(params, step) -> step`, for `jaxkv.encode`; None if the model has no encoder.
     cache_dtype: default dtype of caches. If None, this default is the dtype of the params.
     mesh: mesh of params and caches; None for the default device.
     rules: mesh axes that split params and caches.
@@ -80,11 +80,11 @@ class Model:
 
     config: Any
     params: Any
-    forward: Callable[[Any, Any, jaxkv.Ubatch], tuple[Any, jax.Array]]
+    forward: Callable[[Any, jaxkv.Step], tuple[jaxkv.Step, jax.Array]]
     checkpoint: Checkpoint
     family: ModuleType
     dtype: Any
-    encoder: Callable[[Any, Any, jaxkv.Ubatch], Any] | None = None
+    encoder: Callable[[Any, jaxkv.Step], jaxkv.Step] | None = None
     cache_dtype: Any = None
     mesh: Mesh | AbstractMesh | None = None
     rules: ShardingRules = ShardingRules()
@@ -101,7 +101,7 @@ class Model:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the model."""
-        return self.checkpoint.tokenizer()
+        return self.checkpoint.tokenizer
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
@@ -193,7 +193,7 @@ def load(
     implementation: jaxkv.ops.attention.Implementation | None = None,
     mesh: Mesh | None = None,
     rules: ShardingRules = ShardingRules(),  # noqa: B008 (frozen)
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     """Load a model to run it.
 
@@ -286,12 +286,12 @@ def _with_shapes(
             )
         config = replace(config, implementation=implementation)
     _check_cache(checkpoint, family, config, cache_dtype)
-    forward, shapes = functional(family, config, dtype)
+    forward, encoder, shapes = functional(family, config, dtype)
     return Model(
         config=config,
         params=shapes,
         forward=forward,
-        encoder=encoder_of(family, config, dtype),
+        encoder=encoder,
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
@@ -316,9 +316,9 @@ def family_of(checkpoint: Checkpoint) -> tuple[ModuleType, Any]:
     except (ArithmeticError, TypeError, ValueError) as error:  # for example, no heads
         raise ModelError(
             f"{checkpoint.source}: expected settings of a {checkpoint.architecture!r} model, got "
-            f"others ({brief(error)}); download it again."
+            f"others ({first_line(error)}); download it again."
         ) from error
-    checkpoint.config.check_all_asked()
+    checkpoint.config.check_all_read()
     return family, config
 
 
@@ -332,30 +332,24 @@ def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Mo
     return replace(model, params=params, mesh=mesh, rules=rules)
 
 
-def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, Any]:
-    """Return the forward pass of a model as a pure function, and the shapes of the params.
+def functional(
+    family: ModuleType, config: Any, dtype: Any
+) -> tuple[Callable, Callable | None, Any]:
+    """Return the forward pass and the encoder of a model, and the shapes of the params.
 
-    The Flax module is split here, once for all calls of the pure function. The function therefore
-    does not flatten `nnx.Variable`s.
+    Both are pure functions; the encoder is None if the model has none. The Flax module is split
+    here, once for all calls. The functions therefore do not flatten `nnx.Variable`s.
     """
     graph, state = _abstract(family, config, dtype)
 
     def forward(params: Any, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
         return nnx.merge(graph, params)(step)
 
-    return forward, nnx.to_pure_dict(state)
-
-
-def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
-    """Return the encoder of a model as a pure function; None if the model has no encoder."""
-    if not hasattr(family.MODULE, "encode"):
-        return None
-    graph, _ = _abstract(family, config, dtype)
-
-    def encoder(params: Any, step: jaxkv.Step) -> Any:
+    def encoder(params: Any, step: jaxkv.Step) -> jaxkv.Step:
         return nnx.merge(graph, params).encode(step)
 
-    return encoder
+    encodes = hasattr(family.MODULE, "encode")
+    return forward, encoder if encodes else None, nnx.to_pure_dict(state)
 
 
 @lru_cache(maxsize=4)
@@ -404,18 +398,18 @@ def tensor_problems(name_or_path: str | os.PathLike) -> str:
     except ModelError as error:
         return str(error)
     family, config = family_of(checkpoint)
-    _, shapes = functional(family, config, jnp.float32)
+    *_, shapes = functional(family, config, jnp.float32)
     return _problems(checkpoint, shapes, family.weights_of(checkpoint, config))
 
 
 def _problems(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
     """Count and name the missing, unused and misshapen tensors; "" if there are none."""
-    tensors, asked = checkpoint.tensors, checkpoint.asked
-    missing = sorted(map(checkpoint.stored_name, asked - tensors.keys()))
+    tensors, used_names = checkpoint.tensors, checkpoint.used_names
+    missing = sorted(map(checkpoint.stored_name, used_names - tensors.keys()))
     unused = [
         stored
         for name, tensor in tensors.items()
-        if name not in asked and not left_out(name, tensors, checkpoint.config)
+        if name not in used_names and not is_ignored(name, tensors, checkpoint.config)
         for stored in tensor.stored
     ]
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(sources), strict=True)
@@ -430,26 +424,22 @@ def _problems(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
     return ", ".join(lines)
 
 
-def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None) -> Any:
+def _read(shapes: Any, sources: Any, progress: Progress | None) -> Any:
     """Read tensors one at a time; each tensor is copied to its devices before the next is read."""
     done, total = 0, len(jax.tree.leaves(shapes))
 
-    def put(form: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
+    def load_array(form: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
         nonlocal done
-        array = _place(source.read(), form)
+        values = source.read()
+        if form.sharding is None:
+            array = jnp.asarray(values, form.dtype)
+        else:
+            array = jax.make_array_from_callback(
+                form.shape, form.sharding, lambda index: np.asarray(values[index], form.dtype)
+            )
         done += 1
         if progress is not None:
             progress(done, total)
         return array
 
-    return jax.tree.map(put, shapes, sources)
-
-
-def _place(values: np.ndarray, form: jax.ShapeDtypeStruct) -> jax.Array:
-    if form.sharding is None:
-        return jnp.asarray(values, form.dtype)
-
-    def share(index: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(values[index], form.dtype)
-
-    return jax.make_array_from_callback(form.shape, form.sharding, share)
+    return jax.tree.map(load_array, shapes, sources)

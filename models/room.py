@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 import jaxkv
-from models.errors import ModelError, brief
+from models.errors import ModelError, first_line
 
 Streams = Literal["unified", "split"]
 """Whether all texts share the cells of one stream, or each text has a stream."""
@@ -29,10 +29,7 @@ def cells_for(
     prompt.
 
     Examples:
-      >>> (
-      ...     cells_for([[1, 2, 3], [4, 5]], 128),
-      ...     cells_for([[1, 2, 3], [4, 5]], 128, "split"),
-      ... )
+      >>> (cells_for([[1, 2, 3], [4, 5]], 128), cells_for([[1, 2, 3], [4, 5]], 128, "split"))
       (512, 256)
       >>> cells_for([[1] * 500], 128, samples=4)
       1024
@@ -72,7 +69,7 @@ def make_with_room(
     try:
         cache = jax.eval_shape(make)
     except ValueError as error:
-        raise ModelError(f"The cache cannot be made: {brief(error)}.") from error
+        raise ModelError(f"The cache cannot be made: {first_line(error)}.") from error
     mesh = jax.sharding.get_mesh()
     rules, devices, num_bytes = cache.table.sharding_rules, 1, cache.nbytes
     if rules is not None and not mesh.empty:

@@ -1,6 +1,6 @@
 """A generation run: programs, prompts and texts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ import numpy as np
 import jaxkv
 from jaxkv import generation
 from jaxkv.generation.filters import Sampler, make_sampler
-from models.compiling import compile_all, lower_steps
+from models.compiling import Progress, compile_all, lower_steps
 from models.model import Model
 from models.room import Streams
 from models.texts import Writer, finish_of
@@ -98,11 +98,11 @@ class Run:
         dispatches = -(-rest // self.options.steps_per_dispatch)
         return -(-rest // dispatches) if dispatches else 0
 
-    def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
+    def compile(self, cache: Any, plan: jaxkv.Plan, on_progress: Progress | None) -> Any:
         """Compile the programs of the run; return an empty cache that replaces `cache`.
 
-        Some programs run once, and may donate the buffers of `cache`. The function `tell` is called
-        with the number of compiled programs and the number of all programs.
+        Some programs run once, and may donate the buffers of `cache`. `on_progress` is called with
+        the number of compiled programs and the number of all programs.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
@@ -112,7 +112,7 @@ class Run:
             # Without active texts the loop ends before its first step. The state is the output of
             # a program, as in `feed`, so that its sharding on a mesh is the same.
             jobs.append(lambda: self.generate(cache, idle.state, self.draft()))
-        done = compile_all(jobs, tell)
+        done = compile_all(jobs, on_progress)
         if self.steps:
             cache = done[-1].cache
         num_used_cells_of_fullest(cache)

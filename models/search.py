@@ -1,6 +1,6 @@
 """Beam search for several prompts, one prompt at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -10,7 +10,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import generation
-from models.compiling import compile_all, lower_steps
+from models.compiling import Progress, compile_all, lower_steps
 from models.model import Model
 from models.room import cells_for, make_with_room
 from models.texts import Text, check_prompts, finish_of
@@ -78,12 +78,12 @@ class Search:
         ]
         self.nbytes = self._cache.nbytes
 
-    def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Compile the programs; for the argument `tell` see `compile_all`."""
+    def compile(self, on_progress: Progress | None = None) -> None:
+        """Compile the programs; for the argument `on_progress` see `compile_all`."""
         model = self._model
         jobs, blanks = lower_steps(model, self._cache, self._plans)
         jobs.append(self._search.lower(model.params, self._cache, blanks[0]).compile)
-        compile_all(jobs, tell)
+        compile_all(jobs, on_progress)
         self._cache = jax.block_until_ready(jaxkv.clear(self._cache))
 
     def __iter__(self) -> Iterator[Found]:

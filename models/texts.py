@@ -111,7 +111,7 @@ class Writer:
         if finish is not None:
             self.end(finish, piece)
         elif piece:
-            self._tell(piece, False)
+            self._emit(piece, False)
         return num_taken
 
     def end(self, finish: Finish, piece: str = "") -> None:
@@ -120,7 +120,7 @@ class Writer:
         The last piece is `piece`, and a replacement character if the last character is incomplete.
         """
         self.finish = finish
-        self._tell(piece + self.stream.end(), True)
+        self._emit(piece + self.stream.end(), True)
 
     def outcome(self, prompt_tokens: list[int]) -> Text:
         """Return the result as a `Text`; call this method after the text has ended."""
@@ -131,7 +131,7 @@ class Writer:
             finish=self.finish,
         )
 
-    def _tell(self, piece: str, done: bool) -> None:
+    def _emit(self, piece: str, done: bool) -> None:
         self.pieces.append(piece)
         if self.on_text is not None:
             self.on_text(self.index, piece, done)

@@ -1,7 +1,8 @@
-"""Sequences of a refused batch that fit together, if its ubatches free cells or need runs of cells.
+"""Find the sequences of a refused batch that fit together, by plans of subsets.
 
-For such batches the number of free cells does not decide which sequences fit, so subsets of the
-sequences are planned.
+With a window or contiguous placement, the number of free cells does not decide which sequences fit:
+a ubatch frees cells behind the window for later ubatches, and contiguous placement requires runs of
+free cells.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def needs_only_free_cells(spec: TableSpec) -> bool:
-    """Return whether a batch fits exactly if it has at most as many tokens as cells are free."""
+    """Return whether a batch fits if and only if its tokens are at most as many as free cells."""
     details = dict(spec.details)
     counts = details.get("window") is None and details.get("placement") != "contiguous"
     return counts and all(map(needs_only_free_cells, spec.parts))
@@ -39,9 +40,10 @@ def needs_only_free_cells(spec: TableSpec) -> bool:
 def place_one_by_one(
     table: CacheTable, batch: Batch, plan: Plan, plan_part: Callable[[Batch], Plan]
 ) -> Plan:
-    """Return a refused plan with the sequences that fit, found by plans of these sequences.
+    """Return a refused plan in which the field `fits` marks sequences that fit together.
 
-    In order of the number of new tokens, a sequence is added if the plan with it is not refused.
+    The sequences are tried one by one, the sequence with the fewest new tokens first. A sequence
+    fits if the plan of this sequence and all earlier sequences that fit is not refused.
     """
     demand = _count_tokens(table.spec, _sequences_of_tokens(batch))
     reason, fits = np.array(plan.reason), np.zeros(table.spec.sequences, bool)
@@ -55,9 +57,10 @@ def place_one_by_one(
 
 
 def place_at_most_one(table: CacheTable, batch: Batch, plan: Plan, ubatch_size: int) -> Plan:
-    """Return a traced plan; if it is refused, only the first sequence that fits alone fits.
+    """Return a traced plan; if it is refused, the field `fits` marks at most one sequence.
 
-    Subsets of several sequences would need a program each. One loop plans each sequence alone.
+    The sequence is the one with the fewest new tokens among the sequences that fit alone. One loop
+    plans each sequence alone; each subset of several sequences would require another program.
     """
     flat, _ = flat_batch(table.spec, batch)
     members = _sequences_of_tokens(flat)
@@ -113,7 +116,7 @@ def _refuse_others(
     fits: Bool[Array, " Q"],
     reason: Int32[Array, " Q"],
 ) -> Plan:
-    """Return a refused plan without ubatches, in which some sequences fit."""
+    """Return a plan without ubatches that refuses all sequences with tokens except `fits`."""
     reason = jnp.where(reason == Reason.OK, jnp.int32(Reason.OUT_OF_CELLS), reason)
     reason = jnp.where(fits | (demand == 0), Reason.OK, reason)
     lacks = (reason == Reason.OUT_OF_CELLS) | (reason == Reason.FRAGMENTED)

@@ -93,14 +93,15 @@ def write_file(
 ) -> None:
     """Write a snapshot to a temporary folder next to `path`, then move the file to `path`.
 
-    If the process is killed, the temporary folder remains. The next call removes it. A folder also
-    contains the temporary file that safetensors writes and renames, which would lose a lock.
+    If the process is killed, the temporary folder remains. The next call removes it, except on
+    Windows. A folder also contains the temporary file that safetensors writes and renames, which
+    would lose a lock.
     """
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"expected a folder {path.parent} for {path}, got none; make it")
     stored, metadata = _pack(description, arrays)
-    _remove_abandoned(path.parent)
+    _remove_abandoned_files(path.parent)
     with _locked_folder(path) as folder:
         beside = folder / "snapshot"
         try:
@@ -184,7 +185,7 @@ def _pack(
 
 
 def _plain_array(array: np.ndarray) -> np.ndarray:
-    """Return an array unchanged, or as `[n]` uint8 bytes if `_PLAIN` does not contain the dtype."""
+    """Return a contiguous array, as `[n]` uint8 bytes if `_PLAIN` does not contain the dtype."""
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 
@@ -226,9 +227,10 @@ def _file_from_metadata(
 def _parse_description(
     text: str,
 ) -> tuple[SnapshotDescription, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """Return a description, and the dtype and shape of each array; raise if a key is absent.
+    """Return a description, and the dtype and shape of each array.
 
-    Also raise for deep nesting, numbers that are not finite, and arrays that JAX does not have.
+    Raises a ValueError if a key is absent, lists and dicts are nested too deep, a number is not
+    finite, or JAX does not have the dtype of an array.
     """
     try:
         description: Any = json.loads(text, parse_float=_parse_finite, parse_constant=_parse_finite)
@@ -250,7 +252,7 @@ def _parse_description(
 def raise_no_cache(error: Exception) -> NoReturn:
     """Raise the ValueError for a description that does not describe a cache.
 
-    The message contains the message of `error` if jaxkv raised it, but none of Python and NumPy.
+    The message quotes the message of `error` if jaxkv raised it, but not if Python or NumPy did.
     """
     cause = " ".join(str(error).split())
     if not re.fullmatch("expected .* got .*; .*", cause):
@@ -303,7 +305,7 @@ def _locked_folder(path: Path) -> Iterator[Path]:
         _unlock(lock)
 
 
-def _remove_abandoned(folder: Path) -> None:
+def _remove_abandoned_files(folder: Path) -> None:
     """Remove the temporary folders of killed processes; those of other processes are locked.
 
     Earlier versions of jaxkv left files.

@@ -47,6 +47,7 @@ _VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
 class SlotAssignment:
     """Slots in a cache for saved cells or states.
 
+    table: table in which the slots belong to the target sequences.
     streams, cells: stream index and cell index of each written cell.
     origin: for each written cell, the index of the saved cell or state in the snapshot.
     """
@@ -61,6 +62,7 @@ class SequenceMap(NamedTuple):
     """Mapping from saved sequences to target sequences, as three lists of equal length.
 
     saved_index: index of each sequence in the list of saved sequences.
+    old: id that each sequence had when it was saved.
     new: target id of each sequence, without repeats.
     """
 
@@ -113,8 +115,8 @@ class Part(ABC, Generic[T, B, D]):
     ) -> SlotAssignment:
         """Remove the target sequences from a table, and add the saved sequences.
 
-        Only the shapes of `saved` are read. The seed makes stamps unique to the file. The
-        saved cell indices are used unless `fresh` is True.
+        Only the shapes of `saved` are read. The seed makes stamps unique to the file. If `fresh`
+        is True, free cells are chosen; otherwise the saved cell indices are used.
         """
 
     @staticmethod

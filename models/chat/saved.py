@@ -10,7 +10,7 @@ from jaxkv import snapshot
 from jaxkv.snapshot.load import SnapshotInfo
 from models.chat.chat import Chat
 from models.chat.conversation import ChatError, Conversation, Turn
-from models.errors import brief
+from models.errors import first_line
 from models.fingerprint import fingerprint
 from models.model import Model
 from models.text.turns import Frame
@@ -87,9 +87,11 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
     except jaxkv.PlanRefusedError as error:
-        raise ChatError(f"{path} does not fit: {brief(error)}; start with more --cells.") from error
+        raise ChatError(
+            f"{path} does not fit: {first_line(error)}; start with more --cells."
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ChatError(f"{path} cannot be loaded: {brief(error)}.") from error
+        raise ChatError(f"{path} cannot be loaded: {first_line(error)}.") from error
     conversations = {
         name: replace(conversation, sequence=i)
         for i, (name, conversation) in enumerate(found.items())

@@ -26,7 +26,7 @@ from models.chat.chat import (
 )
 from models.chat.conversation import ChatError, Conversation, instructions
 from models.chat.room import give_way, slide
-from models.compiling import compile_all
+from models.compiling import Progress, compile_all
 from models.model import Model
 from models.room import make_with_room
 from models.text.turns import frame_of, tokens_of_turn
@@ -97,7 +97,7 @@ class Speaker:
         store = PrefixStore(cache, sequences=range(conversations, conversations + holders))
         return Chat(cache=cache, store=store, conversations={MAIN: first})
 
-    def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
+    def compile(self, chat: Chat, on_progress: Progress | None = None) -> Chat:
         """Compile the programs that `answer` runs; return a new chat, since buffers are donated."""
         table, buffers = chat.cache.table, chat.cache.buffers
         params, forward = self.model.params, self.model.forward
@@ -111,7 +111,7 @@ class Speaker:
             chat.cache, tokens=[0], sequences=[0], max_new_tokens=0, sampler=self.sampler
         ).state
         jobs.append(lambda: self._decode(chat.cache, idle).cache)
-        cache = compile_all(jobs, tell)[-1]
+        cache = compile_all(jobs, on_progress)[-1]
         chat = replace(chat, cache=chat.store.warm_up(cache))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # This compiles the small programs and the queries of edits.
@@ -129,7 +129,7 @@ class Speaker:
         chat: Chat,
         *,
         attempt: int = 0,
-        on_read: Callable[[int, int], None] = lambda done, total: None,
+        on_read: Progress = lambda done, total: None,
         on_text: Callable[[str], None] = lambda text: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Chat:
@@ -168,7 +168,7 @@ class Speaker:
         self,
         chat: Chat,
         stopped: Callable[[], bool] = lambda: False,
-        on_read: Callable[[int, int], None] = lambda done, total: None,
+        on_read: Progress = lambda done, total: None,
     ) -> tuple[Chat, jax.Array | None]:
         """Compute the tokens of the current conversation that are not cached.
 

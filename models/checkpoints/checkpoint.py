@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-
 from models.checkpoints.config import Config
 from models.checkpoints.tensor import Tensor
 from models.errors import ModelError
@@ -28,7 +26,7 @@ class Checkpoint:
     named_ends: whether tokens with names such as "<|im_end|>" end a text too, as in llama.cpp.
     load_tokenizer: builds the tokenizer; raises `ModelError` if the files contain no tokenizer.
     stored_name: converts a Hugging Face name to the name in the file.
-    asked: Hugging Face names of the tensors that the model has.
+    used_names: Hugging Face names of the tensors that the model has.
     """
 
     source: str
@@ -39,48 +37,21 @@ class Checkpoint:
     load_tokenizer: Callable[[], Tokenizer]
     named_ends: bool = False
     stored_name: Callable[[str], str] = str
-    asked: set[str] = field(default_factory=set)
+    used_names: set[str] = field(default_factory=set)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
 
-    def names(self) -> list[str]:
-        """Return the Hugging Face names of the tensors."""
-        return list(self.tensors)
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Read the values of a tensor; each call reads the file again.
-
-        Args:
-          name: Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
-
-        Returns:
-          Stored values (float32, float16 or `ml_dtypes.bfloat16`), or float32 for quantised blocks.
-          The array may be a read-only view of the file.
-
-        Raises:
-          ModelError: If the checkpoint has no tensor of this name.
-        """
-        if name not in self.tensors:
-            raise ModelError(
-                f"{self.source}: expected one of its {len(self.tensors)} tensors, got {name!r}; "
-                "give another name."
-            )
-        return self.tensors[name].read()
-
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, which is built at the first call."""
-        return self._tokenizer
-
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model, which is built at the first access."""
         return self.load_tokenizer()
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
         """Ids of the tokens that end a sequence or a turn."""
         try:
-            tokenizer = self.tokenizer()
+            tokenizer = self.tokenizer
         except ModelError:  # weights without a tokenizer still run on token ids
             return self.end_tokens
         ends = self.end_tokens | ({tokenizer.eos} - {None})

@@ -12,7 +12,7 @@ from models.kinds import refusal
 class Config(Mapping[str, Any]):
     """Settings of a model, with a record of the keys that were read.
 
-    A value of None counts as absent. `check_all_asked` raises if the model's class has a setting
+    A value of None counts as absent. `check_all_read` raises if the model's class has a setting
     that was not read and differs from the default, since its effect is not computed.
     """
 
@@ -34,11 +34,11 @@ class Config(Mapping[str, Any]):
         """
         self._values = {key: value for key, value in values.items() if value is not None}
         self._source, self._defaults = source, defaults
-        self._asked: set[str] = set()
+        self._read_keys: set[str] = set()
         check_ranges(self._values, "", source)
 
     def __getitem__(self, key: str) -> Any:
-        self._asked.add(key)
+        self._read_keys.add(key)
         if key not in self._values:
             family = self._values["model_type"]
             raise ModelError(
@@ -49,7 +49,7 @@ class Config(Mapping[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or `default` if the key is absent."""
-        self._asked.add(key)
+        self._read_keys.add(key)
         return self._values.get(key, default)
 
     def __contains__(self, key: object) -> bool:
@@ -67,7 +67,7 @@ class Config(Mapping[str, Any]):
 
     def ignore(self, keys: str) -> None:
         """Count keys, separated by spaces, as read, because they have no effect on logits."""
-        self._asked.update(keys.split())
+        self._read_keys.update(keys.split())
 
     def layer_kinds(self, *kinds: str) -> tuple[str, ...]:
         """Return the kind of each layer, from the key `layer_types`.
@@ -97,9 +97,9 @@ class Config(Mapping[str, Any]):
         """Return the `ModelError` for the value of a key, or for `value`, a part of it."""
         return refusal(self.get(key) if value is None else value, expected, key, self._source)
 
-    def check_all_asked(self) -> None:
+    def check_all_read(self) -> None:
         """Raise `ModelError` for a setting that was not read and differs from the default."""
         for key, default in self._defaults.items():
             value = self._values.get(key)
-            if key not in self._asked and value != default:
+            if key not in self._read_keys and value != default:
                 raise unsupported(key, brief_json(default), value, self._source)

@@ -14,13 +14,15 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.config import Config
 from models.checkpoints.hugging_face import read_config, read_tokenizer
 from models.checkpoints.tensor import Tensor, check_numbers
-from models.errors import ModelError, brief, few
+from models.errors import ModelError, few, first_line
 from models.json_file import read_json
-from models.kinds import TOKEN, check, either, refusal, several
+from models.kinds import TOKEN, check, refusal, several
 
-_LARGER = re.compile(r"^(language_model\.model|model\.language_model|model\.text_model)\.")
+_MULTIMODAL = re.compile(r"^(language_model\.model|model\.language_model|model\.text_model)\.")
 """Beginnings of names of the language part in multimodal models."""
-_BARE = re.compile(r"(embed_tokens|embeddings|embedding_norm|final_layernorm|layers|norm|norm_f)\.")
+_HEADLESS = re.compile(
+    r"(embed_tokens|embeddings|embedding_norm|final_layernorm|layers|norm|norm_f)\."
+)
 """Beginnings of names in files of a model without its head."""
 _EMBEDDINGS = ("model.embed_tokens.weight", "backbone.embeddings.weight", "shared.weight")
 
@@ -85,8 +87,9 @@ def _end_tokens(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     found = next((ids for ids in given if ids is not None and ids != []), None)  # an id may be 0
     if found is None:
         return frozenset()
-    check(found, either(TOKEN, several(TOKEN, 1000)), "eos_token_id", str(folder))
-    return frozenset(found if isinstance(found, list) else [found])
+    found = found if isinstance(found, list) else [found]
+    check(found, several(TOKEN, 1000), "eos_token_id", str(folder))
+    return frozenset(found)
 
 
 def _tensors(folder: Path, base: str, file: Any, *, packed: bool) -> dict[str, Tensor]:
@@ -110,7 +113,7 @@ def _tensors(folder: Path, base: str, file: Any, *, packed: bool) -> dict[str, T
             shapes = [tuple(reader.get_slice(name).get_shape()) for name in stored]
         except Exception as error:  # the library raises many kinds
             raise ModelError(
-                f"{shard} cannot be read as safetensors ({brief(error)}); download it again."
+                f"{shard} cannot be read as safetensors ({first_line(error)}); download it again."
             ) from error
         if absent := sorted(names - set(stored)):
             raise ModelError(
@@ -118,7 +121,7 @@ def _tensors(folder: Path, base: str, file: Any, *, packed: bool) -> dict[str, T
                 "download it again."
             )
         for name, shape in zip(stored, shapes, strict=True):
-            plain = _plain(name, base)
+            plain = _language_model_name(name, base)
             if plain in tensors:
                 raise ModelError(
                     f"{folder}: expected one tensor {plain}, got two, {place_of[plain]} and "
@@ -132,7 +135,7 @@ def _tensors(folder: Path, base: str, file: Any, *, packed: bool) -> dict[str, T
                     _read, reader, name, shard, packed=packed and name.endswith(mxfp4.ENDINGS)
                 ),
             )
-    return mxfp4.unpacked(tensors, str(folder)) if packed else tensors
+    return mxfp4.unpack_tensors(tensors, str(folder)) if packed else tensors
 
 
 def _shards(folder: Path, file: Any) -> list[tuple[Path, set[str]]]:
@@ -178,17 +181,17 @@ def _read(reader: Any, name: str, shard: Path, *, packed: bool) -> np.ndarray:
         values = reader.get_tensor(name)
     except Exception as error:  # the library raises many kinds, also for dtypes that NumPy lacks
         raise ModelError(
-            f"{shard}: {name} cannot be read ({brief(error)}); give weights in "
+            f"{shard}: {name} cannot be read ({first_line(error)}); give weights in "
             "float32, float16 or bfloat16."
         ) from error
     check = mxfp4.check_bytes if packed else check_numbers
     return check(values, name, str(shard))
 
 
-def _plain(name: str, base: str) -> str:
-    """Return the name of a tensor in a file of the whole language model alone."""
-    if _BARE.match(name):
+def _language_model_name(name: str, base: str) -> str:
+    """Return the name that a tensor has in a file of the language model and its head."""
+    if _HEADLESS.match(name):
         return base + name
     if name.startswith("language_model.lm_head."):
         return name.removeprefix("language_model.")
-    return _LARGER.sub(base, name, count=1)
+    return _MULTIMODAL.sub(base, name, count=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from models.checkpoints.config import Config
 from models.checkpoints.ranges import LAYERS
-from models.errors import ModelError, NoTokenizerError, brief
+from models.errors import ModelError, NoTokenizerError, first_line
 from models.json_file import read_json
 from models.kinds import check, whole
 
@@ -64,7 +64,7 @@ def transformers_of(source: str) -> Iterator[Any]:
         raise
     except Exception as error:  # classes of configs and tokenizers raise many kinds
         lines = str(error).strip().splitlines() or [""]
-        text = f"{lines[0]} {lines[-1].strip()}" if len(lines) > 1 else brief(error)
+        text = f"{lines[0]} {lines[-1].strip()}" if len(lines) > 1 else first_line(error)
         raise ModelError(
             f"{source} cannot be read by transformers ({text[:200].rstrip('.')}); download it "
             "again."

@@ -34,7 +34,7 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return numbers.reshape(*scales.shape[:-1], -1)
 
 
-def unpacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def unpack_tensors(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Replace each pair of packed tensors by one tensor `[experts, 32 * blocks, rows]`.
 
     Raises `ModelError` if the tensor `_scales` of a pair is missing, or if its shape is not the
@@ -52,11 +52,11 @@ def unpacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
                 f"[a, b, c, 16], got {scales and scales.stored[0]} and {blocks.stored[0]}; "
                 "download it again."
             )
-        out[plain] = _unpacked(blocks, scales)
+        out[plain] = _unpack_pair(blocks, scales)
     return out
 
 
-def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+def _unpack_pair(blocks: Tensor, scales: Tensor) -> Tensor:
     experts, rows, count = scales.shape
 
     def read() -> np.ndarray:

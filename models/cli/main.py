@@ -23,12 +23,7 @@ from models.cli.interrupts import watch_interrupts
 from models.cli.screen import note
 from models.errors import ModelError
 
-COMMANDS = {
-    "generate": generate.run,
-    "chat": chat.run,
-    "plan": plan.run,
-    "inspect": inspect.run,
-}
+COMMANDS = {"generate": generate.run, "chat": chat.run, "plan": plan.run, "inspect": inspect.run}
 
 
 MAX_CACHE_BYTES = 10**9

@@ -1,7 +1,6 @@
 """Modes of `models generate`: parallel prompts, queued prompts of a file, and beam search."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -10,14 +9,7 @@ from typing import Any
 import jaxkv
 from jaxkv.generation.filters import make_sampler
 from models.cli.arguments import InputError
-from models.cli.report import (
-    note_ends,
-    note_interrupted,
-    note_summary,
-    print_json,
-    rate,
-    tokens_of,
-)
+from models.cli.report import note_ends, note_interrupted, note_summary, print_json, rate, tokens_of
 from models.cli.screen import Screen, compiling, heading, note, plural, put
 from models.compiling import counting
 from models.generate import generate_texts
@@ -99,7 +91,7 @@ def continue_prompts(job: Job) -> int:
 
 def serve_file(job: Job) -> int:
     """Generate a text for each prompt of a file, and print each text when it is finished."""
-    args, texts, interrupted = job.args, [], False
+    texts, interrupted = [], False
     sizes = job.given("sequences", "max_tokens", "cells", "ubatch_size", "streams")
     try:
         serving = Serving(job.model, job.prompts, sampling=job.sampling, seed=job.seed, **sizes)
@@ -108,10 +100,7 @@ def serve_file(job: Job) -> int:
 
     def show(i: int, text: Text) -> None:
         texts.append(text)
-        if args.json:
-            print_json(job.written[i], text, index=i)
-        else:
-            show_whole(job, i, text, first=len(texts) == 1)
+        show_whole(job, i, text, first=len(texts) == 1, index=i)
 
     with counting() as compiled:
         note("compiling ...")
@@ -156,6 +145,7 @@ def search_beams(job: Job) -> int:
         ]
         raise InputError(too_long(job, "the cache", max(needed), alone=True)) from None
     found: list[Found] = []
+    shown = None if args.json else 1  # the best text, or all
     with counting() as compiled:
         with compiling() as progress:
             search.compile(progress)
@@ -164,11 +154,8 @@ def search_beams(job: Job) -> int:
         try:
             for i, result in enumerate(search):
                 found.append(result)
-                if args.json:
-                    for text, logprob in zip(result.texts, result.logprobs, strict=True):
-                        print_json(job.written[i], text, logprob=logprob)
-                else:
-                    show_whole(job, i, result.texts[0], first=i == 0)
+                for text, logprob in zip(result.texts[:shown], result.logprobs, strict=False):
+                    show_whole(job, i, text, first=i == 0, logprob=logprob)
                 job.check_interrupt()
         except KeyboardInterrupt:
             interrupted = True
@@ -187,11 +174,13 @@ def search_beams(job: Job) -> int:
     return 130 if interrupted else 0
 
 
-def show_whole(job: Job, index: int, text: Text, *, first: bool) -> None:
-    """Print a complete text."""
-    head = heading(job.written, index, chat=job.args.chat)
-    put("\n" * (not first) + head + text.text + "\n")
-    sys.stdout.flush()
+def show_whole(job: Job, which: int, text: Text, *, first: bool, **more: Any) -> None:
+    """Print a complete text, as a JSON object with the values `more` if `--json` is given."""
+    if job.args.json:
+        print_json(job.written[which], text, **more)
+    else:
+        head = heading(job.written, which, chat=job.args.chat)
+        put("\n" * (not first) + head + text.text + "\n", flush=True)
 
 
 def too_long(job: Job, where: str, enough: int, *, alone: bool) -> str:

@@ -2,10 +2,11 @@
 
 import argparse
 import contextlib
-import math
 import re
 from collections.abc import Callable
+from typing import Any
 
+from models import kinds
 from models.cli.screen import brief
 from models.meshes import RULES
 
@@ -26,12 +27,20 @@ def refusal(expected: str, text: str) -> argparse.ArgumentTypeError:
 
 def whole(lowest: int, highest: int) -> Callable[[str], int]:
     """Return a parser of integers from `lowest` to `highest`."""
+    return _parser(int, kinds.whole(lowest, highest))
 
-    def read(text: str) -> int:
+
+def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
+    """Return a parser of finite numbers in a range; if `above`, the range excludes `lowest`."""
+    return _parser(float, kinds.number(lowest, highest, above=above))
+
+
+def _parser(convert: Callable[[str], Any], kind: kinds.Kind) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if lowest <= int(text) <= highest:
-                return int(text)
-        raise refusal(f"a whole number from {lowest} to {highest}", text)
+            if kind.accepts(value := convert(text)):
+                return value
+        raise refusal(kind.words, text)
 
     return read
 
@@ -65,19 +74,3 @@ def bytes_of(text: str) -> int:
         if 1 <= count < 2**63:
             return int(count)
     raise refusal("a number of bytes from 1 to 2**63 - 1, such as 16GB or 80GiB", text)
-
-
-def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return a parser of finite numbers in a range; if `above`, the range excludes `lowest`."""
-    expected = f"above {lowest}" if above else f"of at least {lowest}"
-    if highest < math.inf:
-        expected += f" and at most {highest}"
-
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            x = float(text)
-            if lowest <= x <= highest and math.isfinite(x) and not (above and x == lowest):
-                return x
-        raise refusal(f"a number {expected}", text)
-
-    return read

@@ -24,22 +24,25 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
     sizes = read_sizes(args, model)
-    costs = ask_sizes(costs_of, model, **sizes)
+    costs = with_input_error(costs_of, model, **sizes)
     check_interrupt()
-    finer, advice = advise(model, costs, sizes)
-    length = args.length or length_of(sizes)
+    fitted, advice = advise(model, costs, sizes)
+    length = args.length
+    if length is None and sizes["cells"] is not None:
+        length = max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)
     room = args.room
     if room is None and args.mesh is None:
         room = min(limits(1), default=None)
+    shared = {name: sizes[name] for name in ("streams", "ubatch_size")}
     answer = Answer(
         model=model,
         costs=costs,
-        fitted=finer,
+        fitted=fitted,
         advice=advice,
         room=room,
         here=args.room is None,
         length=length,
-        most=room and count_sequences(model, sizes, room=room, length=length),
+        most=room and with_input_error(most_sequences, model, room=room, length=length, **shared),
     )
     show(args, answer)
     if args.room and costs.layout.total > args.room:
@@ -57,8 +60,8 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
             f"{sequences} sequences cannot be divided evenly among {streams} streams; give "
             f"--sequences {enough}, or other --streams."
         )
-    cells = args.cells
-    if cells is None and grows(model):
+    cells, layers = args.cells, model.family.layers_of(model.config, model.dtype)
+    if cells is None and any(layer.window is None for layer in attending(layers)):
         longest = model.checkpoint.config.get("max_position_embeddings")
         if longest is None:
             raise InputError("the config has no max_position_embeddings; give --cells.")
@@ -67,23 +70,7 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     return {"cells": cells, **sizes}
 
 
-def length_of(sizes: dict[str, Any]) -> int | None:
-    """Return the number of cells of a stream divided by the number of its sequences.
-
-    Returns None if `sizes` has no number of cells, since no layer has full attention.
-    """
-    if sizes["cells"] is None:
-        return None
-    return max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)
-
-
-def grows(model: Model) -> bool:
-    """Return whether a layer has full attention; the cache then grows with the text length."""
-    layers = model.family.layers_of(model.config, model.dtype)
-    return any(kept.window is None for kept in attending(layers))
-
-
-def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
+def with_input_error(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
     """Call a function, and raise `InputError` in place of a ValueError."""
     try:
         return ask(*args, **sizes)
@@ -100,13 +87,7 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""
     try:
-        finer = costs_on_fitted_mesh(model, **sizes)
+        fitted = costs_on_fitted_mesh(model, **sizes)
     except ValueError as error:
         return None, f"no mesh fits the heads: {error}"
-    return finer, "" if finer else "an axis named cells can split the cells of a single head"
-
-
-def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:
-    """Return the number of sequences that fit if each device has `room` bytes of memory."""
-    same = {name: sizes[name] for name in ("streams", "ubatch_size")}
-    return ask_sizes(most_sequences, model, room=room, length=length, **same)
+    return fitted, "" if fitted else "an axis named cells can split the cells of a single head"

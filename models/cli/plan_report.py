@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from models.cli.screen import axes_of, in_units, plural, put
+from models.cli.screen import in_units, plural, put
 from models.costs import Costs, whole_cells
+from models.meshes import axes_of
 from models.model import Model
 
 
@@ -99,22 +100,13 @@ def advice(answer: Answer) -> Iterator[str]:
 
 def fitting(answer: Answer) -> Iterator[str]:
     """Yield lines about a sequence's bytes in the cache and the number of sequences that fit."""
-    each, length = answer.costs.a_sequence(answer.length), of_length(answer)
+    each = answer.costs.a_sequence(answer.length)
+    length = "" if answer.length is None else f" of {plural(answer.length, 'token')}"
     together = ", on all devices together" if answer.costs.layout.devices > 1 else ""
     yield f"a sequence{length} takes {in_units(each)}{together}"
     if answer.most is not None:
         where = ", the memory of this device" if answer.here else " on each device"
-        yield f"{sequences(answer)} fit into {in_units(answer.room)}{where}"
-
-
-def sequences(answer: Answer) -> str:
-    """Format the number of sequences that fit into memory, and the length of each of them."""
-    return plural(answer.most, "sequence") + of_length(answer)
-
-
-def of_length(answer: Answer) -> str:
-    """Format the length of a sequence; "" if the length is None."""
-    return "" if answer.length is None else f" of {plural(answer.length, 'token')}"
+        yield f"{plural(answer.most, 'sequence')}{length} fit into {in_units(answer.room)}{where}"
 
 
 def too_large(answer: Answer) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from models.cli.screen import axes_of, megabytes, note, plural
+from models.cli.screen import megabytes, note, plural
 from models.costs import whole_bytes
+from models.meshes import axes_of
 from models.model import Model
 from models.texts import Text
 

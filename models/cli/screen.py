@@ -3,18 +3,12 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Protocol
 
 from tqdm import tqdm
 
-
-class Progress(Protocol):
-    """Callback that shows progress."""
-
-    def __call__(self, done: int, total: int) -> None:
-        """Receive the number of finished parts of the work, and the number of all parts."""
+from models.compiling import Progress
 
 
 class Screen:
@@ -89,7 +83,7 @@ def progress(label: str) -> Iterator[Progress]:
     """Show a progress bar, if stderr is a terminal; the bar disappears at the end."""
     bar = None
 
-    def tell(done: int, total: int) -> None:
+    def update(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:  # made late, so that a missing model prints one line and no bar
             bar = tqdm(
@@ -104,7 +98,7 @@ def progress(label: str) -> Iterator[Progress]:
             bar.close()
 
     try:
-        yield tell
+        yield update
     finally:
         if bar is not None:
             bar.close()
@@ -116,14 +110,14 @@ def compiling() -> Iterator[Progress]:
     began = perf_counter()
     with progress("compiling") as show:
 
-        def tell(done: int, total: int) -> None:
+        def update(done: int, total: int) -> None:
             if done == 0 and not sys.stderr.isatty():
                 note(f"compiling {plural(total, 'program')} ...")
             show(done, total)
             if done == total:
                 note(f"compiled {plural(total, 'program')} in {perf_counter() - began:.1f} s")
 
-        yield tell
+        yield update
 
 
 def plural(count: int, noun: str) -> str:
@@ -141,11 +135,6 @@ def in_units(count: int) -> str:
         if count >= 10**power:
             return f"{count / 10**power:.1f}".removesuffix(".0") + f" {unit}"
     return plural(count, "byte")
-
-
-def axes_of(mesh: Mapping[str, int]) -> str:
-    """Format the sizes of mesh axes in the syntax of `--mesh`."""
-    return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def megabytes(count: int) -> str:

@@ -65,11 +65,11 @@ class Talk:
     def answer(self, *, attempt: int) -> None:
         """Answer the last message and print the text as it grows; an interrupt ends the answer."""
         self.attempts[self.chat.current] = attempt
-        with self.answering(), defer_interrupts() as came, progress("reading") as read:
+        with self.answering(), defer_interrupts() as was_interrupted, progress("reading") as read:
             self.chat = self.speaker.answer(
-                self.chat, attempt=attempt, on_read=read, on_text=show, stopped=came
+                self.chat, attempt=attempt, on_read=read, on_text=show, stopped=was_interrupted
             )
-            self.interrupted = came()
+            self.interrupted = was_interrupted()
         put("\n", flush=True)
         if self.chat.spent.removed_tokens:
             removed = plural(self.chat.spent.removed_tokens, "token")

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -20,26 +20,13 @@ Words = Mapping[str, Callable[[], list[str]] | None]
 """For each command, a function that returns completions of its argument; None for file names."""
 
 
-class Source(Protocol):
-    """Source of messages and commands of a chat."""
-
-    interactive: bool
-
-    def read(self, name: str) -> str:
-        """Return the next line of input; raise EOFError at the end of the input.
-
-        A terminal shows the name of the current conversation, `name`, before the line.
-        """
-        ...
-
-
 class Pipe:
     """Source that reads the lines of stdin."""
 
     interactive = False
 
     def read(self, name: str) -> str:
-        """Return the next line of stdin."""
+        """Return the next line of stdin; raise EOFError at the end. The argument has no effect."""
         del name
         try:
             line = sys.stdin.readline()
@@ -77,7 +64,10 @@ class Terminal:
         )
 
     def read(self, name: str) -> str:
-        """Return the next message; Ctrl-C discards the current line, Ctrl-D ends the chat."""
+        """Return the next message; Ctrl-C discards the current line, Ctrl-D raises EOFError.
+
+        The name of the current conversation, `name`, is shown before the line.
+        """
         while True:
             try:
                 return self._session.prompt(f"{name}> ")

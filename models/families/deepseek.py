@@ -116,11 +116,11 @@ class LatentAttention(nnx.Module):
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
         q, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
         latent, k_rope = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
-        turn = partial(c.rope.rotate, positions=step.positions)
+        rotate = partial(c.rope.rotate, positions=step.positions)
         # Rotated numbers come first, since a rope rotates the first numbers of a key.
-        key = jnp.concatenate([turn(k_rope), self.norm(latent)], axis=-1)
+        key = jnp.concatenate([rotate(k_rope), self.norm(latent)], axis=-1)
         q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])
-        q = jnp.concatenate([turn(q_rope), q], axis=-1)
+        q = jnp.concatenate([rotate(q_rope), q], axis=-1)
         step, out = jaxkv.attend(
             step,
             self.layer,
@@ -268,10 +268,10 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     def attention(name: str) -> dict:
         def half(first: int | None, last: int | None) -> Tensor:
-            def turn(x: Any) -> Any:
+            def arrange(x: Any) -> Any:
                 return x.reshape(c.heads, -1, x.shape[-1])[:, first:last]
 
-            return source.tensor(f"{name}.kv_b_proj.weight", turn=turn)
+            return source.tensor(f"{name}.kv_b_proj.weight", arrange=arrange)
 
         tree = {
             "query": source.linear(f"{name}.{'q_b' if c.query_rank else 'q'}_proj", parts=c.heads),

@@ -100,8 +100,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         tree: dict[str, Any] = {"router": source.linear(f"{name}.router", bias=True)}
         for end in ("", "_bias"):
             both = f"{name}.experts.gate_up_proj{end}"  # gates are at even indices
-            tree[f"gate{end}"] = source.tensor(both, turn=lambda x: x[..., ::2])
-            tree[f"up{end}"] = source.tensor(both, turn=lambda x: x[..., 1::2])
+            tree[f"gate{end}"] = source.tensor(both, arrange=lambda x: x[..., ::2])
+            tree[f"up{end}"] = source.tensor(both, arrange=lambda x: x[..., 1::2])
             tree[f"down{end}"] = source.tensor(f"{name}.experts.down_proj{end}")
         return tree
 

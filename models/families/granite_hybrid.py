@@ -135,12 +135,12 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
-        both = f"{name}.input_linear.weight"
+        both, down = (f"{name}.{side}_linear.weight" for side in ("input", "output"))
         return {
             "router": {"weight": source.tensor(f"{name}.router.layer.weight")},
-            "gate": source.tensor(both, turn=lambda x: np.split(x, 2, axis=1)[0].swapaxes(1, 2)),
-            "up": source.tensor(both, turn=lambda x: np.split(x, 2, axis=1)[1].swapaxes(1, 2)),
-            "down": source.tensor(f"{name}.output_linear.weight", turn=lambda x: x.swapaxes(1, 2)),
+            "gate": source.tensor(both, arrange=lambda x: np.split(x, 2, axis=1)[0].swapaxes(1, 2)),
+            "up": source.tensor(both, arrange=lambda x: np.split(x, 2, axis=1)[1].swapaxes(1, 2)),
+            "down": source.tensor(down, arrange=lambda x: x.swapaxes(1, 2)),
         }
 
     def block(i: int, layer: str) -> dict:

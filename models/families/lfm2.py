@@ -122,7 +122,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     def convolution(name: str) -> dict:
         return {
             "input": source.linear(f"{name}.in_proj", parts=3),
-            "conv": source.tensor(f"{name}.conv.weight", turn=lambda x: x[:, 0].T),
+            "conv": source.tensor(f"{name}.conv.weight", arrange=lambda x: x[:, 0].T),
             "output": source.linear(f"{name}.out_proj"),
         }
 

@@ -254,8 +254,8 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
     """Return a `Tensor` for each parameter of a `Mixer`."""
     inner = sizes.inner
 
-    def projection(turn: Callable[[np.ndarray], np.ndarray]) -> dict:
-        return source.linear(f"{name}.in_proj", bias=sizes.bias, turn=turn)
+    def projection(arrange: Callable[[np.ndarray], np.ndarray]) -> dict:
+        return source.linear(f"{name}.in_proj", bias=sizes.bias, arrange=arrange)
 
     def by_group(x: np.ndarray) -> np.ndarray:
         # The file has `b` of all groups, then `c` of all; here each group has both.
@@ -263,9 +263,9 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
 
     def filter_of(channels: Callable[[np.ndarray], np.ndarray]) -> dict:
         weight, bias = f"{name}.conv1d.weight", f"{name}.conv1d.bias"
-        tree = {"weight": source.tensor(weight, turn=lambda x: channels(x)[:, 0].T)}
+        tree = {"weight": source.tensor(weight, arrange=lambda x: channels(x)[:, 0].T)}
         if sizes.conv_bias:
-            tree["bias"] = source.tensor(bias, turn=lambda x: channels(x)[None])
+            tree["bias"] = source.tensor(bias, arrange=lambda x: channels(x)[None])
         return tree
 
     tree = {

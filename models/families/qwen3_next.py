@@ -188,7 +188,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             queries, kv = gates - 1, [-2, -1]
             return heads[:, [*queries, *kv, *gates]].reshape(x.shape)
 
-        return source.attention(name, kv_heads=c.kv_heads, norms="norm", turn=gates_last)
+        return source.attention(name, kv_heads=c.kv_heads, norms="norm", arrange=gates_last)
 
     def delta_rule(name: str) -> dict:
         def by_group(x: np.ndarray) -> np.ndarray:
@@ -201,7 +201,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         return {
             "input": source.linear(f"{name}.in_proj_qkvz", parts=c.key_heads),
             "steps": source.linear(f"{name}.in_proj_ba", parts=c.key_heads),
-            "conv": {"weight": source.tensor(f"{name}.conv1d.weight", turn=by_group)},
+            "conv": {"weight": source.tensor(f"{name}.conv1d.weight", arrange=by_group)},
             "step_bias": source.tensor(f"{name}.dt_bias"),
             "rate_log": source.tensor(f"{name}.A_log"),
             "norm": source.norm(f"{name}.norm"),

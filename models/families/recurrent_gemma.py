@@ -160,7 +160,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         gates = [f"{name}.rg_lru.input_gate", f"{name}.rg_lru.recurrent_gate"]
         return {
             "input": source.linear(f"{name}.linear_y", f"{name}.linear_x", bias=True, parts=1),
-            "conv": source.tensor(f"{name}.conv_1d.weight", turn=lambda x: x[:, 0].T),
+            "conv": source.tensor(f"{name}.conv_1d.weight", arrange=lambda x: x[:, 0].T),
             "conv_bias": source.tensor(f"{name}.conv_1d.bias"),
             "gates": source.tensor(*(f"{gate}_weight" for gate in gates), axis=2),
             "gates_bias": source.tensor(*(f"{gate}_bias" for gate in gates), axis=1),

@@ -20,32 +20,27 @@ class Sources:
         *names: str,
         parts: int | None = None,
         axis: int = 0,
-        turn: Callable[[np.ndarray], np.ndarray] | None = None,
+        arrange: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Tensor:
-        """Concatenate tensors along an axis, then rearrange the result by the function `turn`.
+        """Concatenate tensors along an axis, then rearrange the result by the function `arrange`.
 
         If a number `parts` is given, the first dimension of each tensor becomes `[parts, n]` before
         concatenation. If a tensor is missing, or the shapes do not fit, the result has no
         dimensions, unlike all parameters.
         """
-        self.checkpoint.asked.update(names)
+        self.checkpoint.used_names.update(names)
         found = self.checkpoint.tensors
         if not all(name in found for name in names):
             return Tensor(shape=(), read=None, stored=())
         tensors = [found[name] for name in names]
-        joined = join([tensor.cut(parts) for tensor in tensors] if parts else tensors, axis)
-        return joined if turn is None else joined.map(turn)
+        joined = join([tensor.split_rows(parts) for tensor in tensors] if parts else tensors, axis)
+        return joined if arrange is None else joined.map(arrange)
 
     def norm(self, name: str) -> dict[str, Tensor]:
         """Return the tensors for an `RMSNorm`."""
         return {"weight": self.tensor(f"{name}.weight")}
 
-    def linear(
-        self,
-        *names: str,
-        bias: bool = False,
-        **arranged: Any,
-    ) -> dict[str, Tensor]:
+    def linear(self, *names: str, bias: bool = False, **arranged: Any) -> dict[str, Tensor]:
         """Return the tensors for a `Linear` that combines the matrices of the given names.
 
         The options `arranged` are passed to the method `tensor`.
@@ -64,16 +59,16 @@ class Sources:
         output_bias: bool = False,
         output: str = "o_proj",
         norms: str | None = None,
-        turn: Callable[[np.ndarray], np.ndarray] | None = None,
+        arrange: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> dict[str, dict]:
         """Return the tensors for an `Attention`.
 
         The name of the output projection in the checkpoint is `output`. The name of a norm is
-        `norms` after "q_" or "k_"; None for no norms. The function `turn` rearranges `qkv`.
+        `norms` after "q_" or "k_"; None for no norms. The function `arrange` rearranges `qkv`.
         """
         names = (f"{name}.{letter}_proj" for letter in "qkv")
         tree = {
-            "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1, turn=turn),
+            "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1, arrange=arrange),
             "output": self.linear(f"{name}.{output}", bias=output_bias),
         }
         if norms:
@@ -99,7 +94,7 @@ class Sources:
 
         def all_of(part: str) -> Tensor:
             names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(count))
-            return self.tensor(*names, parts=1, turn=lambda x: x.swapaxes(1, 2))
+            return self.tensor(*names, parts=1, arrange=lambda x: x.swapaxes(1, 2))
 
         router = {"weight": self.tensor(f"{name}.gate.weight")}
         return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}

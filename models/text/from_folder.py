@@ -52,9 +52,9 @@ def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) 
     steps = _steps(inner.decoder)
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
-        spelled = from_letters
+        bytes_of_token = from_letters
     elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
-        spelled = from_pieces
+        bytes_of_token = from_pieces
     else:
         raise ModelError(
             f"{source}: expected a byte-level or SentencePiece decoder, got "
@@ -72,7 +72,7 @@ def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) 
         if id in added:
             return added[id].content.encode()
         token = inner.id_to_token(id) if id >= 0 else None
-        return b"" if token is None else spelled(token)
+        return b"" if token is None else bytes_of_token(token)
 
     return Tokenizer(
         to_ids=to_ids,

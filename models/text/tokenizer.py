@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.errors import ModelError, brief
+from models.errors import ModelError, first_line
 
 # Names of tokens that end a turn or a text. GGUF files often declare only one of several.
 _ENDS = {
@@ -119,7 +119,7 @@ class Tokenizer:
             return self.render(list(messages), **variables)
         except Exception as error:  # a template can raise any exception
             raise ModelError(
-                f"These messages do not fit the model's chat template: {brief(error)}."
+                f"These messages do not fit the model's chat template: {first_line(error)}."
             ) from error
 
 

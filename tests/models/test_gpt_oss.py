@@ -13,7 +13,8 @@ import jaxkv
 import models
 from jaxkv import make_batch
 from models.checkpoints import mxfp4
-from models.checkpoints.gguf.gpt_oss import to_hugging_face
+from models.checkpoints.gguf import gpt_oss
+from models.checkpoints.gguf.file import convert_tensors
 from models.checkpoints.tensor import Tensor
 from tests.models.tiny_files import DATA, config_at, fields_of, written
 
@@ -98,8 +99,8 @@ def write_gguf(path, checkpoint, kind):
     """Write a file as llama.cpp's converter does."""
     config, arch = checkpoint.config, gguf.MODEL_ARCH.GPT_OSS
     names, tensors = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), []
-    for name in checkpoint.names():
-        array = checkpoint.tensor(name).astype(np.float32)
+    for name in checkpoint.tensors:
+        array = checkpoint.tensors[name].read().astype(np.float32)
         stem, end = name, "weight"
         if ".experts." in name:
             stem, end = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")
@@ -133,7 +134,7 @@ def test_gguf_half_without_the_other_raises():
     gate = Tensor(shape=(1, 2), read=None, stored=("blk.0.ffn_gate_exps.bias (1, 2)",))
     message = r"file: expected a second half of blk\.0\.ffn_gate_exps\.bias \(1, 2\), got none"
     with pytest.raises(models.ModelError, match=message):
-        to_hugging_face({"bias.gate": gate}, "file")
+        convert_tensors({"bias.gate": gate}, gpt_oss, "file")
 
 
 @pytest.mark.parametrize("kind", [None, MXFP4])

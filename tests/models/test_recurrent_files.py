@@ -82,8 +82,8 @@ def write_gguf(path, checkpoint):
     config, arch = checkpoint.config, ARCHITECTURES[checkpoint.architecture]
     called, tensors = gguf.MODEL_ARCH_NAMES[arch], []
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name in checkpoint.names():
-        array = stored(name, checkpoint.tensor(name), config)
+    for name in checkpoint.tensors:
+        array = stored(name, checkpoint.tensors[name].read(), config)
         parts = {name: array}
         if ".input_linear." in name:  # the halves of a gated product are two tensors
             gate, up = np.split(array, 2, axis=-2)

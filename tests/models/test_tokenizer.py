@@ -15,7 +15,6 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors, traine
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.text.chat import render
-from models.text.from_gguf import tokenizer_from_gguf
 from models.text.tokenizer import Tokenizer
 from tests.models import tiny_files
 from tests.models.golden import golden
@@ -43,7 +42,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return open_checkpoint().tokenizer()
+    return open_checkpoint().tokenizer
 
 
 def check_recorded(tokenizer, model):
@@ -160,14 +159,14 @@ O200K = (
 def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
     inner = train_byte_level(cut)
     named = dict(bos_token={"__type": "AddedToken", "content": "<|begin|>"}, eos_token="<|im_end|>")
-    folder = write_folder(tmp_path / "hf", inner, **named).tokenizer()
+    folder = write_folder(tmp_path / "hf", inner, **named).tokenizer
     model = json.loads(inner.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
     kinds = [3, 3] + [1] * (len(vocabulary) - 2)
     fields = {"model": "gpt2", "pre": pre, "tokens": vocabulary, "token_type": kinds}
     fields |= {"merges": [" ".join(merge) for merge in model["merges"]]}
     fields |= {"bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True}
-    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer()
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
     for text in [*HARD, TEXT]:
         ids = inner.encode(text, add_special_tokens=False).ids
         assert folder.encode(text) == file.encode(text) == ids
@@ -205,7 +204,7 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
         "eos_token_id": theirs.eos_id(),
         "add_space_prefix": space_first,
     }
-    ours = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer()
+    ours = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
     for text in [*HARD[:-1], TEXT]:
         assert ours.encode(text) == theirs.encode(text), text
         assert ours.prompt(text) == [theirs.bos_id(), *theirs.encode(text)]
@@ -224,12 +223,12 @@ PIECES = {
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def tokenizer_of(fields):
-    values = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
-    return tokenizer_from_gguf(lambda key, default=None: values.get(key, default), "file")
+@pytest.fixture
+def tokenizer_of(tmp_path):
+    return lambda fields: open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
 
 
-def test_gguf_ids_left_out_are_those_of_llama_cpp():
+def test_gguf_ids_left_out_are_those_of_llama_cpp(tokenizer_of):
     pieces = tokenizer_of(PIECES)
     assert (pieces.prefix, pieces.eos) == ((1,), 2) and pieces.prompt("a b") == [1, 6, 3, 5]
     assert tokenizer_of(PIECES | {"add_bos_token": False}).prefix == ()
@@ -239,12 +238,12 @@ def test_gguf_ids_left_out_are_those_of_llama_cpp():
 
 @pytest.mark.parametrize("key", ["add_bos_token", "add_space_prefix"])
 @pytest.mark.parametrize("value", ["false", 0, [False]])
-def test_gguf_flag_of_another_type_is_refused(key, value):
+def test_gguf_flag_of_another_type_is_refused(tokenizer_of, key, value):
     with pytest.raises(ModelError, match=f"expected true or false for tokenizer.ggml.{key}"):
         tokenizer_of(PIECES | {key: value})
 
 
-def test_gguf_text_of_several_ids_is_decoded_from_each():
+def test_gguf_text_of_several_ids_is_decoded_from_each(tokenizer_of):
     letters = tokenizer_of({"model": "gpt2", "tokens": [*LETTERS, "!"]})
     assert letters.decode([LETTERS.index("!"), 256, 257, -1]) == "!!" and letters.size == 257
 
@@ -261,7 +260,7 @@ def test_folder_with_sentencepiece_rules(tmp_path):
     inner.decoder = decoders.Sequence([*pieces, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     before = dict(single="<s> $A", special_tokens=[("<s>", 1)])
     inner.post_processor = processors.TemplateProcessing(**before)
-    tokenizer = write_folder(tmp_path / "hf", inner, bos_token="<s>").tokenizer()
+    tokenizer = write_folder(tmp_path / "hf", inner, bos_token="<s>").tokenizer
     assert tokenizer.prompt("a b") == [1, 5, 2, 4]
     for text in ("a b", "鍵 a", " a"):
         assert tokenizer.decode(tokenizer.prompt(text)) == text
@@ -301,9 +300,9 @@ def test_folder_chat_template_places(tmp_path):
     several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     for template, said in (("s", "s"), (several, "d")):
         held = write_folder(tmp_path / "a", inner, chat_template=template)
-        assert held.tokenizer().chat(hi) == said
+        assert held.tokenizer.chat(hi) == said
     (tmp_path / "a" / "chat_template.jinja").write_text("f")  # has priority
-    assert open_checkpoint(tmp_path / "a").tokenizer().chat(hi) == "f"
+    assert open_checkpoint(tmp_path / "a").tokenizer.chat(hi) == "f"
 
 
 def test_folder_chat_template_may_use_every_special_token(tmp_path):
@@ -312,7 +311,7 @@ def test_folder_chat_template_may_use_every_special_token(tmp_path):
     tokens = {f"{name}_token": f"<{name}>" for name in names}
     template = "{{ messages[0].content }}" + "".join(f"{{{{ {name} }}}}" for name in tokens)
     held = write_folder(tmp_path / "a", inner, chat_template=template, **tokens)
-    said = held.tokenizer().chat([{"role": "user", "content": "hi"}])
+    said = held.tokenizer.chat([{"role": "user", "content": "hi"}])
     assert said == "hi<pad><sep><unk><mask>"
 
 
@@ -321,7 +320,7 @@ def test_folder_truncation_and_padding_have_no_effect(tmp_path, side):
     inner, prompts = train_byte_level(pre_tokenizers.ByteLevel()), []
     for name in ("plain", "cut"):
         held = write_folder(tmp_path / name, inner, model_max_length=4)
-        prompts.append([held.tokenizer().prompt(text) for text in ("a", TEXT)])
+        prompts.append([held.tokenizer.prompt(text) for text in ("a", TEXT)])
         inner.enable_truncation(4, direction=side)
         inner.enable_padding(direction=side, length=16)
     assert prompts[0] == prompts[1] and len(prompts[0][1]) > 16
@@ -347,5 +346,5 @@ def test_tokenizer_refused_files_raise(tmp_path):
         (write_folder(tmp_path / "words", words), r"/words/tokenizer\.json: .*decoder, got none"),
     ]:
         with pytest.raises(ModelError, match=message):
-            held.tokenizer()
+            _ = held.tokenizer
     assert file(eos_token_id=5).stop_tokens == {5}  # token ids suffice

@@ -14,7 +14,7 @@ from models.text.turns import frame_of, tokens_of_turn
 @pytest.fixture(scope="module")
 def tokenizer():
     """That of SmolLM2; its weights are not read."""
-    return open_checkpoint("smollm2").tokenizer()
+    return open_checkpoint("smollm2").tokenizer
 
 
 def test_tokens_of_turn_together_are_those_of_template(tokenizer):

@@ -87,7 +87,7 @@ FIELDS = fields_of(CONFIG) | {"attention.head_count_kv": KV_HEADS}
 def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS):
     """Write as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
     metadata = {f"{arch}.{key}": value for key, value in base.items()}
-    metadata |= {"tokenizer.ggml.eos_token_id": 7} | (fields or {})
+    metadata |= {"tokenizer.ggml.eos_token_id": 7} if fields is None else fields
     names, packed = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS), []
     for name, array in tensors.items():
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):

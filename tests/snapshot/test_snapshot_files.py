@@ -548,7 +548,7 @@ def test_save_whose_folder_is_removed_before_it_is_locked_makes_another(tmp_path
 
     def late(path, *, wait):
         while wait and other:
-            file_module._remove_abandoned(other.pop())
+            file_module._remove_abandoned_files(other.pop())
         return real(path, wait=wait)
 
     monkeypatch.setattr(file_module, "_lock", late)

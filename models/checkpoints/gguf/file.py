@@ -9,9 +9,10 @@ Three properties of tensors are converted, in addition to those in `recurrent.py
 - norm weights of Gemma, which are 1 larger in GGUF files.
 """
 
-import re
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -21,12 +22,13 @@ from gguf.quants import dequantize
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.config import Config
-from models.checkpoints.gguf.config import CONVERTERS, check_tokenizer, config_from_gguf
+from models.checkpoints.gguf.config import CONVERTERS, config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.gguf.names import hugging_face_name, stored_name
 from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.tensor import Tensor, check_numbers
-from models.errors import ModelError, brief
-from models.kinds import TOKEN, whole
+from models.errors import ModelError, first_line
+from models.kinds import TEXT, TOKEN, whole
 
 # Architecture of the file -> model_type of Hugging Face.
 _FAMILIES = {
@@ -41,86 +43,56 @@ _FAMILIES = {
     "gpt-oss": "gpt_oss",
 }
 
-_WHOLE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_WHOLE_IN = {
-    "mamba2": {
-        "token_embd.weight": "backbone.embeddings.weight",
-        "output_norm.weight": "backbone.norm_f.weight",
-    },
-    # The last norm, despite its name.
-    "lfm2": {"token_embd_norm.weight": "model.embedding_norm.weight"},
-    "falcon-h1": {"output_norm.weight": "model.final_layernorm.weight"},
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA_LAYER = _LAYER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
 _CHUNK = 1 << 16  # values unpacked at a time, which fit into a CPU's cache
 
 
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file; tensors are read on demand."""
     reader = _reader(path)
-    get = Metadata(reader, str(path))
+    source, get = str(path), Metadata(reader, str(path))
     arch = get("general.architecture")
     if not isinstance(arch, str) or arch not in _FAMILIES:
         raise ModelError(
             f"{path}: expected an architecture of {', '.join(_FAMILIES)}, got {arch!r}; give "
             "another model."
         )
-    if get.checked("split.count", whole(0, 2**16), 1) > 1:
+    if get("split.count", whole(0, 2**16), 1) > 1:
         raise ModelError(f"{path} is one part of several; merge the parts with llama-gguf-split.")
 
     stored = {tensor.name: tensor for tensor in reader.tensors}
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
-        factors = check_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
-    # The suffix tells an unknown name from the name of a Hugging Face tensor.
-    by_name = {_plain(name, arch) or f"{name}.unknown": tensor for name, tensor in stored.items()}
+        factors = check_numbers(np.asarray(factors.data), factors.name, source).tolist()
+    # The suffix distinguishes an unknown name from the name of a Hugging Face tensor.
+    by_name = {
+        hugging_face_name(name, arch) or f"{name}.unknown": tensor
+        for name, tensor in stored.items()
+    }
     shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
-    values = config_from_gguf(arch, get, shapes, factors) | {"model_type": _FAMILIES[arch]}
-    config = Config(values, str(path))
+    metadata = Metadata(reader, source, f"{arch}.")
+    values = config_from_gguf(arch, metadata, shapes, factors) | {"model_type": _FAMILIES[arch]}
+    config = Config(values, source)
     tensors = {
-        name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in by_name.items()
+        name: _tensor(name, tensor, arch, config, source) for name, tensor in by_name.items()
     }
     if arch in CONVERTERS:
-        tensors = CONVERTERS[arch].to_hugging_face(tensors, str(path))
+        tensors = convert_tensors(tensors, CONVERTERS[arch], source)
+    vocabulary = Metadata(reader, source, "tokenizer.ggml.")
 
     def load_tokenizer():
-        from models.text.from_gguf import tokenizer_from_gguf
+        from models.checkpoints.gguf.tokenizer import tokenizer_from_gguf
 
-        check_tokenizer(get)
-        return tokenizer_from_gguf(get, str(path))
+        return tokenizer_from_gguf(vocabulary, get("tokenizer.chat_template", TEXT))
 
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = (get.checked(f"tokenizer.ggml.{key}", TOKEN) for key in keys)
+    ends = (vocabulary(key, TOKEN) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
     return Checkpoint(
-        source=str(path),
+        source=source,
         architecture=_FAMILIES[arch],
         config=config,
         tensors=tensors,
         end_tokens=frozenset(end for end in ends if end is not None),
         load_tokenizer=load_tokenizer,
-        stored_name=partial(_stored_name, arch),
+        stored_name=partial(stored_name, arch),
         named_ends=True,
     )
 
@@ -132,7 +104,7 @@ def _reader(path: Path) -> Reader:
         reader = Reader(path) if magic == b"GGUF" else None
     except Exception as error:  # the package raises many kinds for damaged files
         raise ModelError(
-            f"{path} cannot be read as GGUF ({brief(error)}); it may be cut short, so "
+            f"{path} cannot be read as GGUF ({first_line(error)}); it may be cut short, so "
             "download it again."
         ) from error
     if reader is None:
@@ -155,57 +127,52 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
     if arch in ("llama", "granitehybrid") and part in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
         shape = shape if shape[0] % (2 * heads) == 0 else ()  # the size of a head is even
-    less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
-    return Tensor(shape=shape, read=partial(_read, tensor, heads, less, source), stored=(stored,))
+    norm_offset = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
+    return Tensor(
+        shape=shape, read=partial(_read, tensor, heads, norm_offset, source), stored=(stored,)
+    )
 
 
-def _plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a tensor; None if the architecture has no such tensor.
+def convert_tensors(
+    tensors: Mapping[str, Tensor], converter: ModuleType, source: str
+) -> dict[str, Tensor]:
+    """Join each pair of tensors named `x.gate` and `x.up`, and convert all tensors.
 
-    If the tensor is one half of a Hugging Face tensor, the returned name ends in `.gate` or `.up`.
+    The functions `join_halves` and `convert` of the module `converter` do this for one tensor.
+    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`.
     """
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if found is None:
-        return (_WHOLE | _WHOLE_IN.get(arch, {})).get(name)
-    layer, part = found.groups()
-    plain = _layer_names(arch).get(part)
-    layers = "backbone.layers" if arch == "mamba2" else "model.layers"
-    return plain and f"{layers}.{layer}.{plain}"
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".up"):
+            continue
+        plain = name.removesuffix(".gate")
+        if plain != name:
+            if f"{plain}.up" not in tensors:
+                raise ModelError(
+                    f"{source}: expected a second half of {tensor.stored[0]}, got none; download "
+                    "it again."
+                )
+            tensor = converter.join_halves(tensor, tensors[f"{plain}.up"])
+        out[plain] = converter.convert(plain, tensor)
+    return out
 
 
-def _stored_name(arch: str, plain: str) -> str:
-    """Return the name in the file of the tensor with a Hugging Face name; of halves, the first."""
-    layer = re.search(r"\d+", plain) or [0]
-    names = [f"blk.{layer[0]}.{part}" for part in _layer_names(arch)]
-    names += [*_WHOLE, *_WHOLE_IN.get(arch, {})]
-    return next((x for x in names if _plain(x, arch) in (plain, f"{plain}.gate")), plain)
-
-
-@cache
-def _layer_names(arch: str) -> dict[str, str]:
-    """Return the Hugging Face name of each tensor of a layer, without the layer's number."""
-    if arch in CONVERTERS:
-        return CONVERTERS[arch].LAYER[arch]
-    names = _GEMMA_LAYER if arch == "gemma3" else _LAYER
-    ends = "weight", "bias"
-    return {f"{name}.{end}": f"{plain}.{end}" for name, plain in names.items() for end in ends}
-
-
-def _halves(rows: int, heads: int) -> np.ndarray:
+def _even_rows_first(rows: int, heads: int) -> np.ndarray:
     """Return the order in which each head has its even rows first, and then its odd rows."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _read(tensor: Any, heads: int | None, less: float, source: str) -> np.ndarray:
+def _read(tensor: Any, heads: int | None, norm_offset: float, source: str) -> np.ndarray:
     raw, kind = np.asarray(tensor.data), Kind(tensor.tensor_type)  # a view of the file map
     if kind == Kind.BF16:
         raw = raw.view(ml_dtypes.bfloat16)
     if heads is not None:
-        raw = raw[_halves(len(raw), heads)]  # quantised rows can be reordered without unpacking
+        # Quantised rows can be reordered without unpacking.
+        raw = raw[_even_rows_first(len(raw), heads)]
     if raw.dtype == np.uint8:
         raw = _unpack(raw, kind, f"{source}: {tensor.name}")
     raw = check_numbers(raw, tensor.name, source)
-    return raw - raw.dtype.type(less) if less else raw
+    return raw - raw.dtype.type(norm_offset) if norm_offset else raw
 
 
 def _unpack(raw: np.ndarray, kind: Kind, name: str) -> np.ndarray:

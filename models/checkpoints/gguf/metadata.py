@@ -1,45 +1,76 @@
 """Metadata of a GGUF file, by key."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoints.gguf.reader import Reader
-from models.errors import ModelError, brief
-from models.kinds import Kind, check
+from models.errors import ModelError, brief_json, first_line, unsupported
+from models.kinds import Kind, check, number, whole
+
+INT, FLOAT = whole(0, 2**31 - 2), number(-1e30, 1e30)
 
 
 class Metadata:
-    """Metadata values by key, with optional checks of their types and ranges."""
+    """Values of the metadata keys with a prefix, with a record of the keys that were read.
 
-    def __init__(self, reader: Reader, source: str):
-        self._reader, self.source = reader, source
+    `check_all_read` raises if the file has another key, since its effect is not computed.
+    """
 
-    def __call__(self, key: str, default: Any = None) -> Any:
+    def __init__(self, reader: Reader, source: str, prefix: str = ""):
+        self._reader, self.source, self.prefix = reader, source, prefix
+        self._read_keys: set[str] = set()
+
+    def __call__(self, name: str, kind: Kind | None = None, default: Any = None) -> Any:
         """Return the value of a key, or `default` if the file does not have the key.
 
-        Raises `ModelError` if the value cannot be read.
+        Args:
+          name: key without the prefix.
+          kind: kind of the value; None for any value.
+          default: result for an absent key.
+
+        Raises:
+          ModelError: If the value cannot be read, or is not of the kind.
         """
+        self._read_keys.add(name)
+        key = self.prefix + name
         field = self._reader.get_field(key)
         if field is None:
             return default
         try:
-            return field.contents()
+            value = field.contents()
         except Exception as error:  # for invalid UTF-8 or missing bytes
             raise ModelError(
-                f"{self.source}: the value of {key} cannot be read ({brief(error)}); download it "
-                "again."
+                f"{self.source}: the value of {key} cannot be read ({first_line(error)}); download "
+                "it again."
             ) from error
-
-    def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin with a prefix, in file order."""
-        return [key for key in self._reader.fields if key.startswith(prefix)]
-
-    def checked(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """Return the value of a key, or `default` if the file does not have the key.
-
-        Raises `ModelError` if the value cannot be read, or is not of the given kind.
-        """
-        value = self(key)
-        if value is None:
-            return default
-        check(value, kind, key, self.source)
+        if kind is not None:
+            check(value, kind, key, self.source)
         return value
+
+    def required(self, name: str, kind: Kind) -> Any:
+        """Return the value of a key; raise `ModelError` if the file does not have the key."""
+        value = self(name, kind)
+        if value is None:
+            raise ModelError(
+                f"{self.source}: expected {self.prefix}{name}, which llama.cpp requires, got none; "
+                "download it again."
+            )
+        return value
+
+    def unsupported(self, name: str, expected: str) -> ModelError:
+        """Return the `ModelError` for a key with a value that no supported model has."""
+        return unsupported(self.prefix + name, expected, self(name), self.source)
+
+    def ignore(self, names: str) -> None:
+        """Count keys, separated by spaces, as read, because they have no effect."""
+        self._read_keys.update(names.split())
+
+    def check_all_read(self, allowed: Mapping[str, tuple]) -> None:
+        """Raise `ModelError` for a key that was not read, unless its value is in `allowed`."""
+        for key in self._reader.fields:
+            name = key.removeprefix(self.prefix)
+            if key.startswith(self.prefix) and name not in self._read_keys:
+                values = allowed.get(name, ())
+                if self(name) not in values:
+                    expected = " or ".join(map(brief_json, values)) or "left out"
+                    raise self.unsupported(name, expected)

@@ -9,8 +9,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from models.errors import ModelError, NoTokenizerError, brief
-from models.kinds import FLAG, TOKEN, Kind, check, number, refusal, several, whole
+from models.checkpoints.gguf.metadata import Metadata
+from models.errors import ModelError, NoTokenizerError, first_line
+from models.kinds import FLAG, TEXT, TOKEN, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
 from models.text.token_bytes import from_letters, from_pieces
@@ -18,8 +19,17 @@ from models.text.tokenizer import Tokenizer
 
 # Kinds of tokens in the file; SentencePiece has the same numbers.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
-_TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
+_TEXTS = several(TEXT, 2**24)
 
+# Keys that are read, then keys of infilling, padding, classifiers and other tokenizers.
+_KEYS = (
+    "model pre tokens token_type scores merges add_bos_token add_space_prefix bos_token_id "
+    "eos_token_id eot_token_id eom_token_id unknown_token_id seperator_token_id padding_token_id "
+    "mask_token_id cls_token_id separator_token_id token_type_count "
+    "precompiled_charsmap remove_extra_whitespaces fim_pre_token_id fim_suf_token_id "
+    "fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id "
+    "prefix_token_id suffix_token_id middle_token_id"
+)
 
 _EITHER_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
@@ -56,7 +66,7 @@ def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
 
 
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1")
-_CUTS: dict[str, Callable[[], list]] = {
+_PRE_TOKENIZERS: dict[str, Callable[[], list]] = {
     # Converters write "default" for unknown vocabularies.
     **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
     **dict.fromkeys(
@@ -69,110 +79,80 @@ _CUTS: dict[str, Callable[[], list]] = {
 }
 
 
-def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
-    """Build the tokenizer of a GGUF file.
+def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
+    """Build the tokenizer of a GGUF file from metadata and a chat template.
 
-    The function `get` returns the value of a metadata key, or a default if the key is absent. The
-    argument `source` is a file name for messages.
+    Raises `ModelError` if a key, a value or the kind of tokenizer is not supported.
     """
-    kind, defaults = get("tokenizer.ggml.model"), {}
-    if kind == "llama":  # as in llama.cpp, where byte-level vocabularies have no such defaults
-        defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-
-    def field(key: str, default: Any = None) -> Any:
-        return get(f"tokenizer.ggml.{key}", defaults.get(key, default))
-
-    tokens = field("tokens")
-    if kind is tokens is None:
-        raise NoTokenizerError(f"{source} has no tokenizer; give another model.")
+    get.ignore(_KEYS)
+    get.check_all_read({"add_eos_token": (False,), "add_sep_token": (False,)})
+    kind = get("model")
+    if kind is get("tokens") is None:
+        raise NoTokenizerError(f"{get.source} has no tokenizer; give another model.")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "
+            f"{get.source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "
             f"(SentencePiece), got {kind!r}; give another model."
         )
-    check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
-    pre = field("pre", "default")
-    begins = _flag(field, "add_bos_token", kind == "llama" or pre in _LLAMA_3, source)
-    bos = _id(field, "bos_token_id", source)
+    tokens, pre = get.required("tokens", _TEXTS), get("pre", default="default")
+    # llama.cpp has default ids for SentencePiece vocabularies alone.
+    bos_default, eos_default = (1, 2) if kind == "llama" else (None, None)
+    bos = get("bos_token_id", TOKEN, bos_default)
+    adds_bos = get("add_bos_token", FLAG, kind == "llama" or pre in _LLAMA_3)
     fields = {
-        "eos": _id(field, "eos_token_id", source),
-        "prefix": (bos,) if begins and bos is not None else (),
-        "render": _template(get, field, tokens, source),
+        "eos": get("eos_token_id", TOKEN, eos_default),
+        "prefix": (bos,) if bos is not None and adds_bos else (),
+        "render": None
+        if template is None
+        else partial(render, template, **_token_variables(get, tokens, kind)),
     }
-    types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)
+    types = _for_each_token(get, "token_type", whole(1, 6), _NORMAL, len(tokens))
     if kind == "gpt2":
-        merges = field("merges") or []
-        if merges:
-            check(merges, several(_TEXT, 2**24), "tokenizer.ggml.merges", source)
-        inner = _byte_level(tokens, types, merges, pre, source)
+        inner = _byte_level(get, tokens, types, pre)
         # The library has one id for each text, but a text may be repeated.
         to_bytes = _bytes_of(tokens, types, from_letters)
-        plain = from_tokenizers(inner, source=source, **fields)
+        plain = from_tokenizers(inner, source=get.source, **fields)
         return replace(plain, to_bytes=to_bytes, size=len(tokens))
-    scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
-    unknown = _id(field, "unknown_token_id", source)
-    space_first = _flag(field, "add_space_prefix", True, source)
-    return _pieces(tokens, types, scores, unknown, space_first, source, **fields)
+    return _pieces(get, tokens, types, **fields)
 
 
-def _id(field: Callable, key: str, source: str) -> int | None:
-    id = field(key)
-    if id is not None:
-        check(id, TOKEN, f"tokenizer.ggml.{key}", source)
-    return id
-
-
-def _flag(field: Callable, key: str, default: bool, source: str) -> bool:
-    flag = field(key, default)
-    check(flag, FLAG, f"tokenizer.ggml.{key}", source)
-    return flag
-
-
-def _template(
-    get: Callable, field: Callable, tokens: list[str], source: str
-) -> Callable[..., str] | None:
-    """Return the function that renders the chat template; None if there is no template."""
-    template = get("tokenizer.chat_template")
-    if template is None:
-        return None
-    check(template, _TEXT, "tokenizer.chat_template", source)
+def _token_variables(get: Metadata, tokens: list[str], kind: str) -> dict[str, str]:
+    """Return the variables of a chat template that contain tokens, such as `bos_token`."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
-    ids = {name: _id(field, f"{key}_token_id", source) for key, name in names.items()}
-    known = {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
-    return partial(render, template, **known)
+    defaults = {"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {}
+    ids = {name: get(f"{key}_token_id", TOKEN, defaults.get(name)) for key, name in names.items()}
+    return {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
 
 
-def _for_each_token(
-    field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
-) -> list:
+def _for_each_token(get: Metadata, name: str, kind: Kind, default: Any, count: int) -> list:
     """Return a metadata list with one value for each token.
 
     If the list is absent or empty, the value of every token is `default`.
     """
-    values = field(key) or [default] * count
-    check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
+    values = get(name) or [default] * count
+    check(values, several(kind, count), get.prefix + name, get.source)
     if len(values) != count:
-        raise refusal(len(values), f"one value for each of {count} tokens", key, source)
+        raise refusal(len(values), f"one value for each of {count} tokens", name, get.source)
     return values
 
 
-def _byte_level(
-    tokens: list[str], types: list[int], merges: list[str], pre: str, source: str
-) -> Inner:
-    if not isinstance(pre, str) or pre not in _CUTS:
+def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise ModelError(
-            f"{source}: expected a pre-tokenizer of {', '.join(_CUTS)}, got {pre!r}; give another "
-            "model."
+            f"{get.source}: expected a pre-tokenizer of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}; "
+            "give another model."
         )
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    merges = get("merges") and get("merges", _TEXTS)  # an empty list is allowed
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges or ()]
     try:
         inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair
         raise ModelError(
-            f"{source} has merges that do not match its tokens ({brief(error)}); download it again."
+            f"{get.source} has merges that do not match its tokens ({first_line(error)}); download "
+            "it again."
         ) from error
-    inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
     inner.decoder = decoders.ByteLevel()
     rows = list(zip(tokens, types, strict=True))
     inner.add_special_tokens(
@@ -196,19 +176,14 @@ def _bytes_of(
     return to_bytes
 
 
-def _pieces(
-    tokens: list[str],
-    types: list[int],
-    scores: list[float],
-    unknown: int,
-    space_first: bool,
-    source: str,
-    **fields: Any,
-) -> Tokenizer:
+def _pieces(get: Metadata, tokens: list[str], types: list[int], **fields: Any) -> Tokenizer:
     """Build a SentencePiece tokenizer from a model proto."""
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
+    scores = _for_each_token(get, "scores", number(-1e30, 1e30), 0.0, len(tokens))
+    unknown = get("unknown_token_id", TOKEN, 0)
+    space_first = get("add_space_prefix", FLAG, True)
     proto = ModelProto()
     for id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
         # User-defined tokens have spaces in the file, which are "▁" in normalised text.
@@ -226,7 +201,8 @@ def _pieces(
         processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
     except Exception as error:  # the library raises RuntimeError for invalid vocabularies
         raise ModelError(
-            f"{source} has an invalid SentencePiece vocabulary ({brief(error)}); download it again."
+            f"{get.source} has an invalid SentencePiece vocabulary ({first_line(error)}); download "
+            "it again."
         ) from error
 
     control = {token: id for id, token in enumerate(tokens) if types[id] in (_CONTROL, _UNKNOWN)}

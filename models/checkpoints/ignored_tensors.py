@@ -8,26 +8,22 @@ from models.checkpoints.tensor import Tensor
 
 _COMPUTED = re.compile(
     r"(.*\.)?rotary_emb\.(original_)?inv_freq|(.*\.)?rotary_emb\.(cos|sin)_cached|.*\.masked_bias"
+    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 )
-"""Names of buffers that older classes saved, although the config determines the values."""
+"""Names of tensors that older classes saved: the config determines them, or no class reads them."""
 _OTHER_SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|multi_modal_projector|connector|audio_tower|embed_vision)\..*"
 )
 """Names of tensors for images and audio, which have no effect on tokens of text."""
-_T5 = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-"""Name of a tensor that an older class saved, and no class reads."""
-_REPEATS = {
-    "encoder.embed_tokens.weight": "shared.weight",
-    "decoder.embed_tokens.weight": "shared.weight",
-}
-"""Names of tensors that repeat another, if the two have the same values."""
+_T5_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+"""Names of tensors that may repeat `shared.weight`."""
 
 
-def left_out(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool:
+def is_ignored(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool:
     """Return whether the tensor with this Hugging Face name has no effect on logits."""
-    if config["model_type"] == "t5" and (name == _T5 or name in _REPEATS):
-        whole = tensors.get(_REPEATS.get(name, ""))
-        return name == _T5 or (whole is not None and tensors[name].repeats(whole))
+    if config["model_type"] == "t5" and name in _T5_COPIES:
+        shared = tensors.get("shared.weight")
+        return shared is not None and tensors[name].repeats(shared)
     if config["model_type"] == "qwen3_next" and name.startswith("mtp."):  # predicts further tokens
         return True
     if name == "lm_head.weight":  # repeats the embedding
