@@ -84,7 +84,7 @@ class Reason(IntEnum):
     FRAGMENTED = (
         7,
         "expected a run of {expected} free cells, got enough cells in shorter runs; cache = "
-        "apply(cache, defrag_plan(cache)), or cache, ok = compact(cache, batch=batch)",
+        "apply(cache, defrag_plan(cache))",
     )
     UNKNOWN_SEQUENCE = (
         8,

@@ -204,8 +204,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         for stream in np.flatnonzero(demand > np.asarray(found)):
             raise PlanRefusedError(
                 f"expected {demand[stream]} free cells in stream {stream} for a snapshot, got "
-                f"{found[stream]}; remove a sequence there (seq_rm), call compact if placement is "
-                f"contiguous, or make a cache with more cells"
+                f"{found[stream]}; remove a sequence there (seq_rm), or make a cache with more "
+                f"cells"
             )
         is_filled = np.arange(table.num_cells)[None] < demand[:, None]
 
