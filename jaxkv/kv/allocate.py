@@ -12,39 +12,29 @@ from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.kv.cells import C, Cells, incomplete_layers
 from jaxkv.kv.eviction import evict_cells
-from jaxkv.kv.slots import choose_in_stream, longest_run
+from jaxkv.kv.slots import choose_in_stream
 from jaxkv.kv.tiles import order_open_tiles_first
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
 
 
-def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return for each stream how many tokens fit into the cells where `open_cells` is True."""
-    if cells.placement == "contiguous":
-        return longest_run(open_cells)
-    return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
+def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "S N"]:
+    """Return the slots of N tokens in each stream, from cells where `open_cells` is True.
 
-
-def choose_cells(
-    cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
-) -> Int32[Array, "S N"]:
-    """In each stream s, choose slots of `demand[s]` cells where `open_cells` is True.
-
-    Only the first `demand[s]` entries of row s are valid.
+    The slots of the first n tokens do not depend on the others. If a stream has n open cells, the
+    other slots are past the last cell.
     """
     number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
-    def choose_for_stream(
-        open_cells: jax.Array, position: jax.Array, total: jax.Array
-    ) -> jax.Array:
+    def choose_for_stream(open_cells: jax.Array, position: jax.Array) -> jax.Array:
         if cells.placement != "tiled":
-            return choose_in_stream(cells, open_cells, position, number, total)[0]
+            return choose_in_stream(cells, open_cells, position, number)
         order = order_open_tiles_first(open_cells)
-        nth, _ = choose_in_stream(cells, open_cells[order], position[order], number, total)
+        nth = choose_in_stream(cells, open_cells[order], position[order], number)
         return order.at[nth].get(**FILL, fill_value=cells.num_cells)
 
-    return jax.vmap(choose_for_stream)(open_cells, cells.position, demand)
+    return jax.vmap(choose_for_stream)(open_cells, cells.position)
 
 
 def mark_used(

@@ -32,8 +32,8 @@ WORD = 32
 BLOCK = 128
 """Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
-Placement = Literal["any", "contiguous", "striped", "tiled"]
-"""Order in which cells are taken: by index, in one contiguous run, in stripes, or in tiles."""
+Placement = Literal["any", "striped", "tiled"]
+"""Order in which cells are taken: by index, in stripes, or in tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ from jaxkv.core.partitioning import (
     map_shards,
     to_local_index,
 )
-from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
+from jaxkv.kv.allocate import choose_cells, mark_used
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
@@ -260,7 +260,7 @@ def _queue_copies(
     return (
         new_cells,
         origin,
-        choose_cells(base, open_cells, num_copied),
+        choose_cells(base, open_cells),
         num_copied,
-        num_fitting_tokens(base, open_cells),
+        jnp.sum(open_cells, axis=1, dtype=jnp.int32),
     )

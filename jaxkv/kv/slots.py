@@ -28,7 +28,6 @@ from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.sharded import gather_over_axes, map_rows
 from jaxkv.kv.tiles import choose_in_tiles
-from jaxkv.plan import Reason
 from jaxkv.table import Admission, SequenceStatus
 from jaxkv.window import max_lookback
 
@@ -74,30 +73,16 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
 
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
     """Return which sequences fit; sequences with a smaller demand get usable cells first."""
-    # With contiguous placement, `fits` ignores fragmentation.
-    open_cells = usable_cells(cells)
-    num_usable = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
+    num_usable = jnp.sum(usable_cells(cells), axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None and not one_ubatch:
-        all_fit, remaining = demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream)
-        return Admission(all_fit, all_fit, remaining)
+        return Admission(demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream))
     total = _sum_smallest_first(demand.reshape(cells.streams, -1))
     fits = (total <= num_usable[:, None]).reshape(-1)
     num_taken = jnp.where(fits, demand, 0).reshape(cells.streams, -1)
     remaining = jnp.repeat(
         num_usable - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
     )
-    if cells.placement == "contiguous" and one_ubatch:
-        in_one_run = (total <= longest_run(open_cells)[:, None]).reshape(-1)
-        return Admission(fits, in_one_run, remaining)
-    return Admission(fits, fits, remaining)
-
-
-def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return the length of the longest run of True in each stream."""
-    here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
-    here = jnp.broadcast_to(here, open_cells.shape)
-    closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # 1 + last closed index
-    return jnp.max(here - closed, axis=1)
+    return Admission(fits, remaining)
 
 
 def _sum_smallest_first(demand: jax.Array) -> jax.Array:
@@ -133,72 +118,55 @@ def can_allocate(
     return needed <= cells.num_cells
 
 
-def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int[Array, "R T"]]:
-    """Return a slot and a `Reason` for each token of a ubatch (llama.cpp: `find_slot`).
+def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, ""]]:
+    """Return a slot for each token of a ubatch, and whether every token has a cell.
 
-    Contiguous placement takes the first run of usable cells that is long enough. Other placements
-    take empty cells first, in the order of `placement`; then evictable cells, lowest position
-    first. If any token gets no cell, every slot is N or more (no cell). Tokens without a cell
-    have the reason OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run is long enough.
+    Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
+    first. If any token gets no cell, every slot is N or more (no cell). llama.cpp: `find_slot`.
     """
-    slots, is_fragmented = map_rows(cells, ubatch, _search_cells, lambda _: P())
-    fault = jnp.where(is_fragmented, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
-    unplaced = ubatch.valid & (slots >= cells.num_cells)
-    placed = ~jnp.any(unplaced) & ubatch.valid
-    return jnp.where(placed, slots, out_of_range_slots(slots)), jnp.where(
-        unplaced, fault, Reason.OK
-    )
+    slots = map_rows(cells, ubatch, _search_cells, lambda _: P())
+    ok = ~jnp.any(ubatch.valid & (slots >= cells.num_cells))
+    return jnp.where(ok & ubatch.valid, slots, out_of_range_slots(slots)), ok
 
 
 def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Choose slots in the streams of a device; all-gather slots and `is_fragmented` flags."""
+) -> jax.Array:
+    """Choose slots in the streams of a device, and all-gather them."""
     # If there is only one stream, its rows form one list, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
-    if cells.placement == "tiled":
-        slots = choose_in_tiles(cells, ubatch, all_streams)
-        split = jnp.zeros(slots.shape, bool)
-    else:
-        slots, split = _choose_in_order(cells, ubatch, all_streams)
+    choose = choose_in_tiles if cells.placement == "tiled" else _choose_in_order
+    slots = choose(cells, ubatch, all_streams)
     if shared_axes:  # each token takes the result of its stream's device
         slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
-        split = ubatch.valid & split
-        slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), shared_axes)
-        split = whole == 0
-    return gather_over_axes((slots, split), rows)
+        slots = jax.lax.pmin(slots, shared_axes)
+    return gather_over_axes(slots, rows)
 
 
-def _choose_in_order(
-    cells: Cells, ubatch: Ubatch, all_streams: bool
-) -> tuple[jax.Array, jax.Array]:
+def _choose_in_order(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
     open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
-        slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
-        return slots, jnp.zeros(slots.shape, bool)
+        return _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
     streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     valid = ubatch.valid.reshape(streams.size, -1)
     number = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-    total = number[:, -1]
     if not all_streams and cells.sequences_per_stream > 1:
         beside = streams[:, None] == streams[None]
         ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
-        number += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
-        total = jnp.sum(jnp.where(beside, total[None], 0), axis=1, dtype=jnp.int32)
+        first = jnp.sum(jnp.where(ahead, number[None, :, -1], 0), axis=1, dtype=jnp.int32)
+        number += first[:, None]
     position = cells.position
     if not all_streams:
         open_cells, position = open_cells[streams], position[streams]
-    slots, split = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, number, total)
-    slots = slots.reshape(ubatch.valid.shape)
-    split = jnp.broadcast_to(split[:, None], (split.size, slots.size // split.size))
-    return slots, split.reshape(slots.shape)
+    slots = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, number)
+    return slots.reshape(ubatch.valid.shape)
 
 
 def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
     """Return the slot of the only token of each stream, `[S]`; N if no cell is open."""
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
-    if cells.window is not None and cells.placement != "contiguous":
+    if cells.window is not None:
         lowest = jnp.min(jnp.where(open_cells, position, END), axis=1)
         open_cells &= position == lowest[:, None]
     first = jnp.min(jnp.where(open_cells, jnp.arange(size, dtype=jnp.int32), size), axis=1)
@@ -210,35 +178,20 @@ def choose_in_stream(
     open_cells: Bool[Array, " N"],
     position: Int32[Array, " N"],
     number: Int32[Array, " T"],
-    total: Int32[Array, ""],
-) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for `total` tokens.
+) -> Int32[Array, " T"]:
+    """Return the slot of each token in a stream; a slot past the last cell for no cell.
 
-    Tokens are numbered from 1; `number` contains the number of each token. A token that gets no
-    cell has a slot past the last cell. The returned flag is True if placement is contiguous and at
-    least `total` cells are open, in one or in several runs.
+    Tokens are numbered from 1 in the order in which they take cells.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # inclusive
-    if cells.placement == "contiguous":
-        return _find_first_run(count, total) + number - 1, total <= count[-1]
     if cells.window is None:
-        return cells_at_ranks(search_sorted(count, number), size, shards), jnp.array(False)
+        return cells_at_ranks(search_sorted(count, number), size, shards)
     # An empty cell has the lowest position, -1.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
     order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)
-    return order[jnp.where(number <= count[-1], number - 1, size)], jnp.array(False)
-
-
-def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the first cell of the first run of `length` open cells; N if there is no such run."""
-    cells = counts.shape[0]
-    start = jnp.arange(cells)
-    before = jnp.where(start > 0, counts[start - 1], 0)
-    after = counts[jnp.minimum(start + length - 1, cells - 1)]
-    whole = (after - before == length) & (start + length <= cells)
-    return jnp.where(jnp.any(whole), jnp.argmax(whole), cells).astype(jnp.int32)
+    return order[jnp.where(number <= count[-1], number - 1, size)]
 
 
 def occupy(cells: C, ubatch: Ubatch) -> C:
