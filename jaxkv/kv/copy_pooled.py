@@ -25,7 +25,6 @@ from jaxkv.core.partitioning import (
     map_shards,
     to_local_index,
 )
-from jaxkv.kv.allocate import choose_cells, mark_used
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
@@ -53,7 +52,7 @@ from jaxkv.kv.cells import (
 from jaxkv.kv.cells import seq_cp as share
 from jaxkv.kv.sharded import map_streams
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.slots import usable_cells
+from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.ops.layer_stack import map_arrays
 
 if TYPE_CHECKING:

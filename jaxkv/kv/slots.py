@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
-from jaxkv.core.array_utils import DROP, MAX_COMPARISONS, out_of_range_slots, search_sorted
+from jaxkv.core.array_utils import DROP, FILL, MAX_COMPARISONS, out_of_range_slots, search_sorted
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import cell_stamps, mix_linearly
+from jaxkv.core.hashing import cell_stamps, hash_overwritten_cells, mix_linearly
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -27,7 +27,7 @@ from jaxkv.kv.cells import (
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.sharded import gather_over_axes, map_rows
-from jaxkv.kv.tiles import choose_in_tiles
+from jaxkv.kv.tiles import choose_in_tiles, order_open_tiles_first
 from jaxkv.table import Admission, SequenceStatus
 from jaxkv.window import max_lookback
 
@@ -194,6 +194,24 @@ def choose_in_stream(
     return order[jnp.where(number <= count[-1], number - 1, size)]
 
 
+def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "S N"]:
+    """Return the slots of N tokens in each stream, from cells where `open_cells` is True.
+
+    The slots of the first n tokens do not depend on the others. If a stream has n open cells, the
+    other slots are past the last cell.
+    """
+    number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
+
+    def choose_for_stream(open_cells: jax.Array, position: jax.Array) -> jax.Array:
+        if cells.placement != "tiled":
+            return choose_in_stream(cells, open_cells, position, number)
+        order = order_open_tiles_first(open_cells)
+        nth = choose_in_stream(cells, open_cells[order], position[order], number)
+        return order.at[nth].get(**FILL, fill_value=cells.num_cells)
+
+    return jax.vmap(choose_for_stream)(open_cells, cells.position)
+
+
 def occupy(cells: C, ubatch: Ubatch) -> C:
     """Store the tokens of a ubatch in their slots (llama.cpp: `llama_kv_cache::apply_ubatch`)."""
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _occupy_streams(cells, ubatch), P)
@@ -267,4 +285,37 @@ def mark_incomplete(cells: C, ubatch: Ubatch, is_missing: Bool[Array, " L"]) -> 
         stamp=cells.stamp.at[where].set(stamp, **DROP, unique_indices=True),
         version=version,
         incomplete=cells.incomplete | (grown[:, None] & is_missing[None]),
+    )
+
+
+def mark_used(
+    cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"] | None
+) -> C:
+    """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell.
+
+    `is_incomplete[s, l]` is True if layer l lacks keys and values of new cells in stream s.
+    """
+    gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
+    stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
+    if cells.window is not None:
+        nothing = jnp.zeros(cells.position.shape, bool)
+        cells = evict_cells(cells, nothing.at[stream, slots].set(True, **DROP))
+
+    def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[stream, slots].set(value, **DROP, unique_indices=True)
+
+    # The hash of an overwritten cell must differ from the hash of this cell in older tables.
+    old_hash = cells.stamp.at[stream, slots].get(**FILL, fill_value=0)
+    words = range(cells.owners.shape[1])
+    owners = [set_slots(cells.owners[:, w], new_cells.owners[:, w]) for w in words]
+    return replace(
+        cells,
+        position=set_slots(cells.position, new_cells.position),
+        owners=jnp.stack(owners, axis=1),
+        shift=set_slots(cells.shift, new_cells.shift),
+        stamp=set_slots(cells.stamp, hash_overwritten_cells(old_hash, new_cells.stamp)),
+        content=set_slots(cells.content, new_cells.content),
+        incomplete=jax.tree.map(
+            lambda old, new: old | (gets & new), incomplete_layers(cells), is_incomplete
+        ),
     )

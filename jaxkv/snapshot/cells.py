@@ -20,12 +20,11 @@ from jaxkv.core.array_utils import out_of_range_slots, to_host
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
-from jaxkv.kv.allocate import choose_cells, mark_used
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import WORD, empty_fields, incomplete_layers, sequence_bits, with_owners
 from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache
-from jaxkv.kv.slots import usable_cells
+from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.kv.table import CellTable
 from jaxkv.ops.head_rows import A, join_heads, split_stored_rows
 from jaxkv.ops.layer_stack import map_arrays
