@@ -1,10 +1,10 @@
-"""Choice of cells for the tokens of a ubatch, and storage of the tokens in these cells."""
+"""Choice of cells for tokens of ubatches, copies and snapshots; storage of tokens in cells."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -35,25 +35,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32
 
 
-class TokenLists(NamedTuple):
-    """P lists of tokens, each in one stream; attention reads keys once for each list.
-
-    all_streams: Whether P is S and list p contains all tokens of stream p.
-    """
-
-    streams: Int32[Array, " P"]
-    all_streams: bool
-
-
-def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
-    """Group tokens into lists: by stream if the streams of rows are static, otherwise by row."""
-    # If row r is sequence r, the rows of each stream are contiguous. Otherwise each row is a list,
-    # because the streams of rows are traced.
-    if cells.streams == 1 or ubatch.row_is_sequence:
-        return TokenLists(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
-    return TokenLists(ubatch.row_stream, all_streams=False)
-
-
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
     """Return the status of each sequence with `present` True."""
     last = jnp.where(
@@ -75,6 +56,7 @@ def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"], one_ubatch:
     """Return which sequences fit; sequences with a smaller demand get usable cells first."""
     num_usable = jnp.sum(usable_cells(cells), axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None and not one_ubatch:
+        # Each ubatch may evict cells for the next one, so only the choice of slots can refuse them.
         return Admission(demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream))
     total = _sum_smallest_first(demand.reshape(cells.streams, -1))
     fits = (total <= num_usable[:, None]).reshape(-1)
@@ -90,11 +72,12 @@ def _sum_smallest_first(demand: jax.Array) -> jax.Array:
     if demand.shape[1] == 1:
         return demand
     if demand.size * demand.shape[1] <= MAX_COMPARISONS:
-        number = jnp.arange(demand.shape[1], dtype=jnp.int32)
+        # Axes: stream, sequence, other sequence. Equal demands are in the order of ids.
+        ids = jnp.arange(demand.shape[1], dtype=jnp.int32)
         one, other = demand[:, :, None], demand[:, None]
-        is_before = number[None] <= number[:, None]
-        is_up_to = (other < one) | ((other == one) & is_before[None])
+        is_up_to = (other < one) | ((other == one) & (ids[None] <= ids[:, None])[None])
         return jnp.sum(jnp.where(is_up_to, other, 0), axis=2, dtype=jnp.int32)
+    # The first sort is stable, and the second sort brings the sums back into the order of ids.
     ids = jax.lax.broadcasted_iota(jnp.int32, demand.shape, 1)
     demand, ids = jax.lax.sort((demand, ids), num_keys=1)
     _, total = jax.lax.sort((ids, jnp.cumsum(demand, axis=1, dtype=jnp.int32)), num_keys=1)
@@ -137,27 +120,28 @@ def _search_cells(
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     choose = choose_in_tiles if cells.placement == "tiled" else _choose_in_order
     slots = choose(cells, ubatch, all_streams)
-    if shared_axes:  # each token takes the result of its stream's device
+    if shared_axes:
+        # The device with a token's stream chooses the slot; the other devices get a larger number.
         slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
         slots = jax.lax.pmin(slots, shared_axes)
     return gather_over_axes(slots, rows)
 
 
 def _choose_in_order(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
-    open_cells = usable_cells(cells)
+    open_cells, position = usable_cells(cells), cells.position
     if all_streams and ubatch.valid.size == cells.streams:
         return _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
-    streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
-    valid = ubatch.valid.reshape(streams.size, -1)
-    number = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-    if not all_streams and cells.sequences_per_stream > 1:
-        beside = streams[:, None] == streams[None]
-        ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
-        first = jnp.sum(jnp.where(ahead, number[None, :, -1], 0), axis=1, dtype=jnp.int32)
-        number += first[:, None]
-    position = cells.position
+    lists, stream = cells.streams if all_streams else len(ubatch.valid), ubatch.row_stream
+    number = jnp.cumsum(ubatch.valid.reshape(lists, -1), axis=1, dtype=jnp.int32)
     if not all_streams:
-        open_cells, position = open_cells[streams], position[streams]
+        # Each row is a list. In a stream, the tokens of a lower sequence take cells first, so the
+        # numbers of a row begin after the tokens of all rows of lower sequences.
+        open_cells, position = open_cells[stream], position[stream]
+        if cells.sequences_per_stream > 1:
+            is_later = ubatch.row_sequence[:, None] > ubatch.row_sequence[None]  # [R, R]
+            is_later &= stream[:, None] == stream[None]
+            before = jnp.where(is_later, number[None, :, -1], 0)
+            number += jnp.sum(before, axis=1, dtype=jnp.int32)[:, None]
     slots = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, number)
     return slots.reshape(ubatch.valid.shape)
 
@@ -167,6 +151,7 @@ def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
     if cells.window is not None:
+        # An empty cell has position -1, so evictable cells count only if no cell is empty.
         lowest = jnp.min(jnp.where(open_cells, position, END), axis=1)
         open_cells &= position == lowest[:, None]
     first = jnp.min(jnp.where(open_cells, jnp.arange(size, dtype=jnp.int32), size), axis=1)
@@ -187,8 +172,9 @@ def choose_in_stream(
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # inclusive
     if cells.window is None:
+        # Token n takes the first cell at which `count` is n.
         return cells_at_ranks(search_sorted(count, number), size, shards)
-    # An empty cell has the lowest position, -1.
+    # Empty cells come first, because they have position -1. The added index N is for no cell.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
     order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)
     return order[jnp.where(number <= count[-1], number - 1, size)]
@@ -205,6 +191,7 @@ def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "
     def choose_for_stream(open_cells: jax.Array, position: jax.Array) -> jax.Array:
         if cells.placement != "tiled":
             return choose_in_stream(cells, open_cells, position, number)
+        # `nth` is an index in `order`, not yet a slot.
         order = order_open_tiles_first(open_cells)
         nth = choose_in_stream(cells, open_cells[order], position[order], number)
         return order.at[nth].get(**FILL, fill_value=cells.num_cells)
@@ -219,9 +206,7 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
     where = (ubatch.row_stream[:, None], ubatch.slots)
-    if cells.window is not None:
-        nothing = jnp.zeros(cells.position.shape, bool)
-        cells = evict_cells(cells, nothing.at[where].set(True, **DROP))
+    cells = evict_cells(cells, *where)
     content, owners = hash_tokens(ubatch), _owner_words(cells, ubatch)
     is_placed = ubatch.slots < cells.num_cells
     event = mix_linearly(content, ubatch.slots, *jnp.unstack(owners, axis=-1))
@@ -297,9 +282,7 @@ def mark_used(
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
-    if cells.window is not None:
-        nothing = jnp.zeros(cells.position.shape, bool)
-        cells = evict_cells(cells, nothing.at[stream, slots].set(True, **DROP))
+    cells = evict_cells(cells, stream, slots)
 
     def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, **DROP, unique_indices=True)
