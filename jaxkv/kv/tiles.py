@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, UInt32
 
 TILE = 64
-"""Largest number of cells in a tile that is reserved for a sequence."""
+"""Largest number of cells in a tile."""
 
 
 def tile_size(cells: int) -> int:
