@@ -34,7 +34,7 @@ def defragged(cache: jaxkv.Cache, max_moves: int | None) -> tuple[jaxkv.Cache, i
     plans, start = 0, time.perf_counter()
     while True:
         plan = jaxkv.defrag_plan(cache, max_moves=max_moves)
-        if not int(plan.count.sum()):
+        if plan.is_empty:
             jax.block_until_ready(cache)
             return cache, plans, time.perf_counter() - start
         cache = jaxkv.apply(cache, plan, donate=True)

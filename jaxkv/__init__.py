@@ -36,7 +36,7 @@ from jaxkv.api.edits import (
     seq_select,
 )
 from jaxkv.api.layer import attend, read_kv, read_states, write_kv, write_states
-from jaxkv.api.maintenance import compact, defrag_plan, init_update, rewind
+from jaxkv.api.maintenance import defrag_plan, init_update, rewind
 from jaxkv.batch import Batch, make_batch
 from jaxkv.cache import Cache, show
 from jaxkv.cache_spec import CacheSpec
@@ -59,7 +59,7 @@ __all__ += ["show"]
 __all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Step", "Ubatch"]
 __all__ += ["init_batch", "init_full", "make_batch", "plan_step"]
 # Commits of plans.
-__all__ += ["apply", "compact", "defrag_plan", "init_update", "rewind"]
+__all__ += ["apply", "defrag_plan", "init_update", "rewind"]
 # Edits of sequences.
 __all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
 __all__ += ["seq_rm", "seq_select"]

@@ -32,7 +32,7 @@ from jaxkv.table import (
 from jaxkv.ubatch import Ubatch, ubatch_of_part
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32, PyTree, UInt32
+    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
 
 
 R = TypeVar("R")
@@ -58,10 +58,8 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 def _combine_admissions(admissions: list[Admission]) -> Admission:
     """Return which sequences fit in every part."""
     # All parts admit sequences in the same order: the sequence with the fewest tokens first.
-    fits, fits_in_one_run, remaining = zip(*admissions, strict=True)
-    return Admission(
-        fits=_all(fits), fits_in_one_run=_all(fits_in_one_run), num_remaining=_smallest(remaining)
-    )
+    fits, remaining = zip(*admissions, strict=True)
+    return Admission(fits=_all(fits), num_remaining=_smallest(remaining))
 
 
 def _with_part_tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
@@ -316,17 +314,17 @@ class HybridTable(CacheTable):
             shift_pending=_any([status.shift_pending for status in statuses]),
         )
 
-    def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:
-        """Return the slots of each part, and the highest `Reason` number of each token."""
-        slots, faults = [], []
+    def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Bool[Array, ""]]:
+        """Return the slots of each part, and whether every token has a cell in every part."""
+        slots, oks = [], []
         for part in self.parts:
             if self._is_planned_part(part):
-                part_slots, fault = part.choose_slots(ubatch)
-                faults.append(fault)
+                part_slots, ok = part.choose_slots(ubatch)
+                oks.append(ok)
             else:
                 part_slots = part.slots_when_skipped(ubatch)
             slots.append(part_slots)
-        return tuple(slots), _largest(faults)
+        return tuple(slots), _all(oks)
 
     def occupy(self, ubatch: Ubatch) -> HybridTable:
         """Store the tokens of a ubatch in each part that has slots for the ubatch."""

@@ -73,7 +73,6 @@ def make_cache(
         least 4,096, and N is a multiple of 64. Otherwise, None selects "any".
 
         - "any" takes the first free cells.
-        - "contiguous" takes one run of neighbouring cells; without such a run, a plan is refused.
         - "striped:n" divides a stream into n runs of N / n cells, and takes cells from one run
           after the other, up to 64 at a time.
         - "tiled" gives a sequence whole empty tiles of at most 64 cells. If no tile is empty, the

@@ -84,87 +84,82 @@ class Reason(IntEnum):
         6,
         "expected rotated keys, got shifted ones; cache = apply(cache, init_update(cache))",
     )
-    FRAGMENTED = (
-        7,
-        "expected a run of {expected} free cells, got enough cells in shorter runs; cache = "
-        "apply(cache, defrag_plan(cache)), or cache, ok = compact(cache, batch=batch)",
-    )
     UNKNOWN_SEQUENCE = (
-        8,
+        7,
         "expected sequence ids of the cache, got another one in the batch; pass ids from 0 to Q "
         "- 1",
     )
     CONTEXT_EVICTED = (
-        9,
+        8,
         "expected the cells that the token at {actual} attends to, got evicted ones; remove the "
         "sequence (seq_rm) and compute it again, or make the cache with more cells",
         "expected the cells that the next token attends to, got evicted ones; remove the whole "
         "sequence (seq_rm), or make the cache with a larger cells= or max_rollback=",
     )
     MIXED_ROW = (
-        10,
+        9,
         "expected one sequence in each row, got several in a row, or one in several rows; give "
         "each sequence one row",
     )
     DIVERGED = (
-        11,
+        10,
         "expected its token at {actual} to share all earlier tokens with sequence {expected}, "
         "got different ones; fork one from the other (seq_cp), or give each a token",
     )
     ENCODER_ALREADY_WRITTEN = (
-        12,
+        11,
         "expected no encoder source, got one of {expected} tokens; remove the sequence "
         "(seq_rm), and its source with it",
     )
     NONFINITE_LOGITS = (
-        13,
+        12,
         "expected finite logits, got NaN or +inf; check the params and `forward`",
     )
     NEGATIVE_TOKEN = (
-        14,
+        13,
         "expected tokens of at least 0, got a negative one at {actual}; pass valid=False for "
         "padding",
     )
     EDITED = (
-        15,
+        14,
         "expected the last tokens of the state, got others after an edit of the cache; compute "
         "the logits again, and call generation.init_decode",
     )
     ARGUMENT_OUT_OF_RANGE = (
-        16,
+        15,
         "",
         "expected arguments in their documented ranges, got another; check them before the call",
     )
     STATE_NOT_STORED = (
-        17,
+        16,
         "",
         "expected a stored state of exactly the tokens to keep or to copy, got none; edit the "
         "whole sequence, or make the cache with a larger max_rollback=",
     )
     PARTS_DIFFER = (
-        18,
+        17,
         "",
         "expected one last position in all parts of the hybrid cache, got several; edit the whole "
         "sequence",
     )
     POSITION_OUT_OF_RANGE = (
-        19,
+        18,
         "",
         "expected positions from 0 to 2**31 - 2 after the edit, got another; pass a smaller number",
     )
     SHARED_CELL = (
-        20,
+        19,
         "",
         "expected one owner of each cell to move, got several; remove the other owners (seq_keep), "
         "or shift a copy in another stream",
     )
     TOO_FEW_TOKENS = (
-        21,
+        20,
         "",
         "expected num_keep + num_discard positions, got fewer; pass a smaller num_discard=",
     )
     OVERWRITTEN = (
-        22,
+        21,
         "",
         "expected unchanged cells of the earlier table, got overwritten or rotated ones; keep the "
         "earlier cache, not only its table",
@@ -190,8 +185,8 @@ class Plan:
     fits: Sequences that fit together: `reason` is OK. Sequences are added one by one, fewest new
       tokens first, then lowest id. A sequence stays if the batch of the sequences that stayed is
       not refused, with the same `ubatch_size` and `split_by`. If any sequence fits alone, at least
-      one fits. A traced plan of several ubatches, for a cache with a window or contiguous
-      placement, has at most one such sequence of the batch.
+      one fits. A traced plan of several ubatches, for a cache with a window, has at most
+      one such sequence of the batch.
     expected, actual: the required and the actual value for each refused sequence. The values are
       positions or numbers of cells, depending on the reason. The actual number of free cells is
       that of the stream, minus the new tokens of the sequences that fit.

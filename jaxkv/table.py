@@ -49,14 +49,11 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    fits_in_one_run: Like `fits`; but with contiguous placement, only the cells of the longest run
-      of free cells are counted.
     num_remaining: Number of free cells in the stream of each sequence, minus the cells for the
       sequences that fit.
     """
 
     fits: Bool[Array, " Q"]
-    fits_in_one_run: Bool[Array, " Q"]
     num_remaining: Int32[Array, " Q"]
 
 
@@ -261,13 +258,12 @@ class CacheTable(Partitioned):
         """Return which streams have enough cells for sequences of the given `lengths`.
 
         `lengths` has the largest number of tokens of each sequence. At most `at_once` tokens of a
-        stream are computed at once. With contiguous placement, a defrag may be required before the
-        tokens can be placed.
+        stream are computed at once.
         """
 
     @abstractmethod
-    def choose_slots(self, ubatch: Ubatch) -> tuple[PyTree, Int32[Array, "R T"]]:
-        """Return the slot of each token, and the `Reason` of each token."""
+    def choose_slots(self, ubatch: Ubatch) -> tuple[PyTree, Bool[Array, ""]]:
+        """Return the slot of each token, and whether every token has a cell."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
         """Return the slots of a part in which a ubatch stores no tokens.

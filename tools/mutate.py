@@ -65,7 +65,6 @@ KNOWN_BY = {
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/cross_attention.py": "sources families",
     "jaxkv/kv/copy_pooled.py": "copies stateful every_argument sharding unwritten_layers",
-    "jaxkv/kv/allocate.py": "copies stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale_plans stateful "
     "every_argument prefix",
     "jaxkv/recurrent/copy.py": "prefix copies recurrent stale_plans stateful every_argument",

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from jaxkv.api.apply import apply
 from jaxkv.api.edits import EditResult, edit_result
-from jaxkv.batch import Batch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.validate import check_count
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.plan import Reason
-from jaxkv.planning.planners import init_batch
 from jaxkv.spec import check_spec
 from jaxkv.table import CacheTable, EditCheck, MaintenancePlan, join_checks
 
@@ -82,64 +77,6 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
         max_moves = check_count(max_moves, "max_moves")
     table, _ = split(cache)
     return _plan_defrag(table, max_moves=max_moves)
-
-
-def compact(
-    cache: Cache,
-    *,
-    batch: Batch | None = None,
-    ubatch_size: int | None = None,
-    max_moves: int | None = None,
-    donate: bool = False,
-) -> EditResult:
-    """Rotate shifted keys, then close the gaps between used cells. No token is removed.
-
-    The order of used cells may change, see `defrag_plan`. If `batch` fits into the input cache,
-    `compact` returns the input cache. If `batch` fits after the rotation, gaps are not closed.
-
-    Args:
-      cache: any cache.
-      batch: batch that must fit; None to run both the rotation and the defrag.
-      ubatch_size: largest number of tokens in each ubatch of the batch, see `init_batch`.
-      max_moves: see `defrag_plan`.
-      donate: If True, a rotation or a defrag outside of `jit` reuses the buffers of the input
-        cache, which becomes invalid. If False, the buffers are copied.
-
-    Returns:
-      The next cache, and the flag `ok` `[]` bool, which is True if the batch fits or no batch is
-      given, even if `max_moves` leaves gaps. The next cache is rotated and compacted even if the
-      batch does not fit. Then `reason` is the highest of the reasons in the plan of the batch.
-
-    Raises:
-      jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
-      ValueError: If buffers that must change were donated.
-      TypeError: If `max_moves` is traced, or `init_batch` raises TypeError.
-      ValueError: If `max_moves` is below 1, or `init_batch` raises ValueError.
-
-    Examples:
-      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
-      >>> cache = make_cache(spec, cells=4, placement="contiguous")
-      >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
-      >>> cache, _ = seq_rm(cache, 0, 0, 1)
-      >>> batch = make_batch([4, 5])
-      >>> init_batch(cache, batch).ok.item(), compact(cache, batch=batch).ok.item()
-      (False, True)
-    """
-    if max_moves is not None:
-        check_count(max_moves, "max_moves")
-
-    def check_batch(cache: Cache) -> EditCheck:
-        if batch is None:
-            return join_checks()
-        plan = init_batch(cache, batch, ubatch_size=ubatch_size)
-        return EditCheck(plan.ok, jnp.max(plan.reason))
-
-    check = check_batch(cache)
-    for tidy in (init_update, partial(defrag_plan, max_moves=max_moves)):
-        if batch is None or not check.ok:
-            cache = apply(cache, tidy(cache), donate=donate)
-            check = check_batch(cache)
-    return edit_result(cache, check)
 
 
 _plan_shift = jit_method(CacheTable.plan_shift)

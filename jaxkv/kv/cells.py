@@ -30,8 +30,8 @@ C = TypeVar("C", bound="Cells")
 BLOCK = 128
 """Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
-Placement = Literal["any", "contiguous", "striped", "tiled"]
-"""Order in which cells are taken: by index, in one contiguous run, in stripes, or in tiles."""
+Placement = Literal["any", "striped", "tiled"]
+"""Order in which cells are taken: by index, in stripes, or in tiles."""
 
 
 @pytree_dataclass

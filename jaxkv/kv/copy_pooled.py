@@ -25,7 +25,6 @@ from jaxkv.core.partitioning import (
     map_shards,
     to_local_index,
 )
-from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
@@ -53,7 +52,7 @@ from jaxkv.kv.cells import (
 from jaxkv.kv.cells import seq_cp as share
 from jaxkv.kv.sharded import map_streams
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.slots import usable_cells
+from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.ops.layer_stack import map_arrays
 
 if TYPE_CHECKING:
@@ -262,7 +261,7 @@ def _queue_copies(
     return (
         new_cells,
         origin,
-        choose_cells(base, open_cells, num_copied),
+        choose_cells(base, open_cells),
         num_copied,
-        num_fitting_tokens(base, open_cells),
+        jnp.sum(open_cells, axis=1, dtype=jnp.int32),
     )

@@ -49,7 +49,6 @@ class DefragPlan(MaintenancePlan):
     source: Int32[Array, "S M"]
     destination: Int32[Array, "S M"]
     length: Int32[Array, "S M"]
-    count: Int32[Array, " S"]
     free: Bool[Array, "S N"]
     spec: TableSpec = static_field()
 
@@ -64,7 +63,40 @@ class DefragPlan(MaintenancePlan):
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
         """Move the cells of the plan if `ok` is True."""
-        return move_cells(table, buffers, self, ok)
+        size = table.num_cells
+        chunks = jnp.where(ok, -(-jnp.sum(self.length, axis=1) // CHUNK), 0)  # [S]
+
+        def move_chunk(i: jax.Array, table: C) -> C:
+            source, destination = _list_chunk_moves(self, size, i)
+
+            def move_field(field: jax.Array, vacated: int) -> jax.Array:
+                value = _gather_cells(field, source)
+                return _scatter_cells(_scatter_cells(field, source, vacated), destination, value)
+
+            owners = [move_field(table.owners[:, w], 0) for w in range(table.owners.shape[1])]
+            # The hash of an overwritten cell must differ from its hash in older tables.
+            stamp = mix(_gather_cells(table.stamp, source) + 1)
+            return replace(
+                table,
+                position=move_field(table.position, EMPTY),
+                owners=jnp.stack(owners, axis=1),
+                shift=move_field(table.shift, 0),
+                stamp=_scatter_cells(table.stamp, destination, stamp),
+                content=_scatter_cells(
+                    table.content, destination, _gather_cells(table.content, source)
+                ),
+            )
+
+        buffers = map_kv(
+            table.sharding_rules,
+            buffers,
+            partial(_move_keys_and_values, size),
+            self,
+            chunks,
+            by_stream=2,
+        )
+        table = jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, table)
+        return table, buffers
 
 
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
@@ -78,15 +110,13 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
     if max_moves is None:
         return plan
-    run = jnp.arange(plan.length.shape[1])[None]
-    if tile is None:
-        count = jnp.minimum(plan.count, max_moves)
-    else:  # a tile that is moved in part could not be joined again
-        last = min(max_moves, run.size) - 1
-        moves = (run <= last) | (plan.source // tile == plan.source[:, last, None] // tile)
-        count = jnp.sum(moves & (run < plan.count[:, None]), axis=1, dtype=jnp.int32)
-    takes_part = run < count[:, None]
-    return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
+    last = min(max_moves, plan.length.shape[1]) - 1
+    is_kept = jnp.arange(plan.length.shape[1])[None] <= last
+    if tile is not None:
+        # The runs of a tile are neighbours, and a tile that is moved in part could not be joined
+        # again, so the other runs of the last tile are kept too.
+        is_kept |= plan.source // tile == plan.source[:, last, None] // tile
+    return replace(plan, length=jnp.where(is_kept, plan.length, 0))
 
 
 def _plan_stream_moves(
@@ -96,11 +126,13 @@ def _plan_stream_moves(
     size = empty.shape[0]
     max_moves = max(size // 2, 1)
     rank, is_used = jnp.arange(size), to_fill_order(~empty, shards)
-    used = jnp.sum(is_used)
-    leave, enter = is_used & (rank >= used), ~is_used & (rank < used)
-    if tile is not None:
+    if tile is None:
+        used = jnp.sum(is_used)
+        leave, enter = is_used & (rank >= used), ~is_used & (rank < used)
+    else:
         leave, enter = _find_tile_moves(is_used, tile)
 
+    # The n-th cell that leaves, in the order of ranks, moves to the n-th gap.
     source, gap = (
         cells_at_ranks(indices_of_true(x, max_moves), size, shards) for x in (leave, enter)
     )
@@ -108,10 +140,10 @@ def _plan_stream_moves(
     pairs = jnp.sum(enter)
     # The cells of a run are contiguous, at the source and at the destination. A moved tile starts a
     # new run.
-    goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
+    is_next = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
     if tile is not None:
-        goes_on &= source % tile > 0
-    starts = (pair < pairs) & ~goes_on
+        is_next &= source % tile > 0
+    starts = (pair < pairs) & ~is_next
     runs = jnp.sum(starts, dtype=jnp.int32)
     start = indices_of_true(starts, max_moves)
     end = jnp.minimum(jnp.append(start[1:], max_moves), pairs)
@@ -127,7 +159,6 @@ def _plan_stream_moves(
         source=take_at_run_starts(source),
         destination=take_at_run_starts(gap),
         length=length.astype(jnp.int32),
-        count=runs,
         free=empty,
         spec=spec,
     )
@@ -135,53 +166,14 @@ def _plan_stream_moves(
 
 def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     """Return masks of source and of destination cells for moves of whole tiles, `[N]` bool."""
-    cells = is_used.reshape(-1, tile)
+    cells = is_used.reshape(-1, tile)  # [M, cells of a tile]
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)
     leaving, gaps = has_used & (rank >= used), ~has_used & (rank < used)
+    # The n-th used tile that leaves moves to the n-th gap, with its empty cells.
     leaves = cells.at[indices_of_true(leaving, rank.size)].get(**FILL, fill_value=False)
     enter = jnp.zeros_like(cells).at[indices_of_true(gaps, rank.size)].set(leaves, **DROP)
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
-
-
-def move_cells(
-    cells: C, buffers: Buffers, plan: DefragPlan, ok: Bool[Array, ""]
-) -> tuple[C, Buffers]:
-    """Move cells in the table and the buffers if `ok` is True."""
-    size = cells.num_cells
-    chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
-
-    def move_chunk(i: jax.Array, cells: C) -> C:
-        source, destination = _list_chunk_moves(plan, size, i)
-
-        def move_field(field: jax.Array, vacated: int) -> jax.Array:
-            value = _gather_cells(field, source)
-            return _scatter_cells(_scatter_cells(field, source, vacated), destination, value)
-
-        owners = [move_field(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
-        # The hash of an overwritten cell must differ from the hash of this cell in older tables.
-        stamp = mix(_gather_cells(cells.stamp, source) + 1)
-        return replace(
-            cells,
-            position=move_field(cells.position, EMPTY),
-            owners=jnp.stack(owners, axis=1),
-            shift=move_field(cells.shift, 0),
-            stamp=_scatter_cells(cells.stamp, destination, stamp),
-            content=_scatter_cells(
-                cells.content, destination, _gather_cells(cells.content, source)
-            ),
-        )
-
-    buffers = map_kv(
-        cells.sharding_rules,
-        buffers,
-        partial(_move_keys_and_values, size),
-        plan,
-        chunks,
-        by_stream=2,
-    )
-    cells = jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, cells)
-    return cells, buffers
 
 
 def _move_keys_and_values(
@@ -206,7 +198,7 @@ def _move_keys_and_values(
 
 def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the source and destination cells of the i-th chunk of each stream, `[S, CHUNK]`."""
-    move = i * CHUNK + jnp.arange(CHUNK)
+    move = i * CHUNK + jnp.arange(CHUNK)  # index among the moved cells of a stream
 
     def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
         ends = jnp.cumsum(plan.length)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
+from jaxkv.core.array_utils import DROP, divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.cells import (
     WORD,
@@ -30,7 +30,7 @@ from jaxkv.table import EditCheck, join_checks
 from jaxkv.window import first_seen
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
+    from jaxtyping import Array, Bool, Int, Int32
 
 
 def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
@@ -60,8 +60,14 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
     )
 
 
-def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Evict cells; owners of an evicted cell also lose all their cells at lower positions."""
+def evict_cells(cells: C, stream: Int[Array, "*#n"], slots: Int[Array, "*#n"]) -> C:
+    """Evict the used cells at `slots`; their owners also lose all cells at lower positions.
+
+    Slots past the last cell are skipped. Without a window, `slots` has no used cell.
+    """
+    if cells.window is None:
+        return cells
+    evicted = jnp.zeros(cells.position.shape, bool).at[stream, slots].set(True, **DROP)
     # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)

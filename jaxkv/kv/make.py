@@ -228,14 +228,14 @@ def parse_placement(placement: str | None) -> tuple[Placement, int]:
     """Return the kind of placement ("any" for None), and n of "striped:n" (1 for other kinds)."""
     if placement is None:
         return "any", 1
-    if placement in ("any", "contiguous", "tiled"):
+    if placement in ("any", "tiled"):
         return placement, 1
     kind, _, shards = str(placement).partition(":")
     if kind == "striped" and shards.isascii() and shards.isdigit() and int(shards):
         return kind, int(shards)
     raise ValueError(
-        f"expected a placement of 'any', 'contiguous', 'tiled' or 'striped:n' for n runs of "
-        f"cells, got {placement!r}; write 'striped:8' for eight devices that split cells"
+        f"expected a placement of 'any', 'tiled' or 'striped:n' for n runs of cells, "
+        f"got {placement!r}; write 'striped:8' for eight devices that split cells"
     )
 
 

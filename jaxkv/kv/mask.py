@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.kv.cells import locate_owner_bit
-from jaxkv.kv.slots import group_rows_by_stream
 from jaxkv.kv.tiles import tile_size
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.step import Step
@@ -35,7 +34,11 @@ def visibility_of(
             "another; make_batch with one sequence for each token"
         )
     _, word, bit = locate_owner_bit(cells, ubatch.sequences)
-    streams, all_streams = group_rows_by_stream(cells, ubatch)
+    # P lists of tokens, each in one stream; attention reads keys once for each list. If row r is
+    # sequence r, the rows of each stream are neighbours. Otherwise the stream of a row is traced,
+    # so each row is a list.
+    all_streams = cells.streams == 1 or ubatch.row_is_sequence
+    streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     is_query = ubatch.valid & (ubatch.slots < MAX_CELLS)
     bit = jnp.where(is_query, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))

@@ -1,19 +1,19 @@
-"""Choice of cells for the tokens of a ubatch, and storage of the tokens in these cells."""
+"""Choice of cells for tokens of ubatches, copies and snapshots; storage of tokens in cells."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import DROP, MAX_COMPARISONS, out_of_range_slots, search_sorted
+from jaxkv.core.array_utils import DROP, FILL, MAX_COMPARISONS, out_of_range_slots, search_sorted
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import cell_stamps, mix_linearly
+from jaxkv.core.hashing import cell_stamps, hash_overwritten_cells, mix_linearly
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -26,33 +26,13 @@ from jaxkv.kv.cells import (
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.sharded import gather_over_axes, map_rows
-from jaxkv.kv.tiles import choose_in_tiles
-from jaxkv.plan import Reason
+from jaxkv.kv.tiles import choose_in_tiles, order_open_tiles_first
 from jaxkv.table import Admission, SequenceStatus
 from jaxkv.ubatch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
 from jaxkv.window import max_lookback
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32
-
-
-class TokenLists(NamedTuple):
-    """P lists of tokens, each in one stream; attention reads keys once for each list.
-
-    all_streams: Whether P is S and list p contains all tokens of stream p.
-    """
-
-    streams: Int32[Array, " P"]
-    all_streams: bool
-
-
-def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
-    """Group tokens into lists: by stream if the streams of rows are static, otherwise by row."""
-    # If row r is sequence r, the rows of each stream are contiguous. Otherwise each row is a list,
-    # because the streams of rows are traced.
-    if cells.streams == 1 or ubatch.row_is_sequence:
-        return TokenLists(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
-    return TokenLists(ubatch.row_stream, all_streams=False)
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
@@ -74,30 +54,17 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
 
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"], one_ubatch: bool) -> Admission:
     """Return which sequences fit; sequences with a smaller demand get usable cells first."""
-    # With contiguous placement, `fits` ignores fragmentation.
-    open_cells = usable_cells(cells)
-    num_usable = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
+    num_usable = jnp.sum(usable_cells(cells), axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None and not one_ubatch:
-        all_fit, remaining = demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream)
-        return Admission(all_fit, all_fit, remaining)
+        # Each ubatch may evict cells for the next one, so only the choice of slots can refuse them.
+        return Admission(demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream))
     total = _sum_smallest_first(demand.reshape(cells.streams, -1))
     fits = (total <= num_usable[:, None]).reshape(-1)
     num_taken = jnp.where(fits, demand, 0).reshape(cells.streams, -1)
     remaining = jnp.repeat(
         num_usable - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
     )
-    if cells.placement == "contiguous" and one_ubatch:
-        in_one_run = (total <= longest_run(open_cells)[:, None]).reshape(-1)
-        return Admission(fits, in_one_run, remaining)
-    return Admission(fits, fits, remaining)
-
-
-def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return the length of the longest run of True in each stream."""
-    here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
-    here = jnp.broadcast_to(here, open_cells.shape)
-    closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # 1 + last closed index
-    return jnp.max(here - closed, axis=1)
+    return Admission(fits, remaining)
 
 
 def _sum_smallest_first(demand: jax.Array) -> jax.Array:
@@ -105,11 +72,12 @@ def _sum_smallest_first(demand: jax.Array) -> jax.Array:
     if demand.shape[1] == 1:
         return demand
     if demand.size * demand.shape[1] <= MAX_COMPARISONS:
-        number = jnp.arange(demand.shape[1], dtype=jnp.int32)
+        # Axes: stream, sequence, other sequence. Equal demands are in the order of ids.
+        ids = jnp.arange(demand.shape[1], dtype=jnp.int32)
         one, other = demand[:, :, None], demand[:, None]
-        is_before = number[None] <= number[:, None]
-        is_up_to = (other < one) | ((other == one) & is_before[None])
+        is_up_to = (other < one) | ((other == one) & (ids[None] <= ids[:, None])[None])
         return jnp.sum(jnp.where(is_up_to, other, 0), axis=2, dtype=jnp.int32)
+    # The first sort is stable, and the second sort brings the sums back into the order of ids.
     ids = jax.lax.broadcasted_iota(jnp.int32, demand.shape, 1)
     demand, ids = jax.lax.sort((demand, ids), num_keys=1)
     _, total = jax.lax.sort((ids, jnp.cumsum(demand, axis=1, dtype=jnp.int32)), num_keys=1)
@@ -133,72 +101,57 @@ def can_allocate(
     return needed <= cells.num_cells
 
 
-def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int[Array, "R T"]]:
-    """Return a slot and a `Reason` for each token of a ubatch (llama.cpp: `find_slot`).
+def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, ""]]:
+    """Return a slot for each token of a ubatch, and whether every token has a cell.
 
-    Contiguous placement takes the first run of usable cells that is long enough. Other placements
-    take empty cells first, in the order of `placement`; then evictable cells, lowest position
-    first. If any token gets no cell, every slot is N or more (no cell). Tokens without a cell
-    have the reason OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run is long enough.
+    Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
+    first. If any token gets no cell, every slot is N or more (no cell). llama.cpp: `find_slot`.
     """
-    slots, is_fragmented = map_rows(cells, ubatch, _search_cells, lambda _: P())
-    fault = jnp.where(is_fragmented, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
-    unplaced = ubatch.valid & (slots >= cells.num_cells)
-    placed = ~jnp.any(unplaced) & ubatch.valid
-    return jnp.where(placed, slots, out_of_range_slots(slots)), jnp.where(
-        unplaced, fault, Reason.OK
-    )
+    slots = map_rows(cells, ubatch, _search_cells, lambda _: P())
+    ok = ~jnp.any(ubatch.valid & (slots >= cells.num_cells))
+    return jnp.where(ok & ubatch.valid, slots, out_of_range_slots(slots)), ok
 
 
 def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Choose slots in the streams of a device; all-gather slots and `is_fragmented` flags."""
+) -> jax.Array:
+    """Choose slots in the streams of a device, and all-gather them."""
     # If there is only one stream, its rows form one list, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
-    if cells.placement == "tiled":
-        slots = choose_in_tiles(cells, ubatch, all_streams)
-        split = jnp.zeros(slots.shape, bool)
-    else:
-        slots, split = _choose_in_order(cells, ubatch, all_streams)
-    if shared_axes:  # each token takes the result of its stream's device
+    choose = choose_in_tiles if cells.placement == "tiled" else _choose_in_order
+    slots = choose(cells, ubatch, all_streams)
+    if shared_axes:
+        # The device with a token's stream chooses the slot; the other devices get a larger number.
         slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
-        split = ubatch.valid & split
-        slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), shared_axes)
-        split = whole == 0
-    return gather_over_axes((slots, split), rows)
+        slots = jax.lax.pmin(slots, shared_axes)
+    return gather_over_axes(slots, rows)
 
 
-def _choose_in_order(
-    cells: Cells, ubatch: Ubatch, all_streams: bool
-) -> tuple[jax.Array, jax.Array]:
-    open_cells = usable_cells(cells)
+def _choose_in_order(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
+    open_cells, position = usable_cells(cells), cells.position
     if all_streams and ubatch.valid.size == cells.streams:
-        slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
-        return slots, jnp.zeros(slots.shape, bool)
-    streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
-    valid = ubatch.valid.reshape(streams.size, -1)
-    number = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-    total = number[:, -1]
-    if not all_streams and cells.sequences_per_stream > 1:
-        beside = streams[:, None] == streams[None]
-        ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
-        number += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
-        total = jnp.sum(jnp.where(beside, total[None], 0), axis=1, dtype=jnp.int32)
-    position = cells.position
+        return _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
+    lists, stream = cells.streams if all_streams else len(ubatch.valid), ubatch.row_stream
+    number = jnp.cumsum(ubatch.valid.reshape(lists, -1), axis=1, dtype=jnp.int32)
     if not all_streams:
-        open_cells, position = open_cells[streams], position[streams]
-    slots, split = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, number, total)
-    slots = slots.reshape(ubatch.valid.shape)
-    split = jnp.broadcast_to(split[:, None], (split.size, slots.size // split.size))
-    return slots, split.reshape(slots.shape)
+        # Each row is a list. In a stream, the tokens of a lower sequence take cells first, so the
+        # numbers of a row begin after the tokens of all rows of lower sequences.
+        open_cells, position = open_cells[stream], position[stream]
+        if cells.sequences_per_stream > 1:
+            is_later = ubatch.row_sequence[:, None] > ubatch.row_sequence[None]  # [R, R]
+            is_later &= stream[:, None] == stream[None]
+            before = jnp.where(is_later, number[None, :, -1], 0)
+            number += jnp.sum(before, axis=1, dtype=jnp.int32)[:, None]
+    slots = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, number)
+    return slots.reshape(ubatch.valid.shape)
 
 
 def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
     """Return the slot of the only token of each stream, `[S]`; N if no cell is open."""
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
-    if cells.window is not None and cells.placement != "contiguous":
+    if cells.window is not None:
+        # An empty cell has position -1, so evictable cells count only if no cell is empty.
         lowest = jnp.min(jnp.where(open_cells, position, END), axis=1)
         open_cells &= position == lowest[:, None]
     first = jnp.min(jnp.where(open_cells, jnp.arange(size, dtype=jnp.int32), size), axis=1)
@@ -210,35 +163,40 @@ def choose_in_stream(
     open_cells: Bool[Array, " N"],
     position: Int32[Array, " N"],
     number: Int32[Array, " T"],
-    total: Int32[Array, ""],
-) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for `total` tokens.
+) -> Int32[Array, " T"]:
+    """Return the slot of each token in a stream; a slot past the last cell for no cell.
 
-    Tokens are numbered from 1; `number` contains the number of each token. A token that gets no
-    cell has a slot past the last cell. The returned flag is True if placement is contiguous and at
-    least `total` cells are open, in one or in several runs.
+    Tokens are numbered from 1 in the order in which they take cells.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # inclusive
-    if cells.placement == "contiguous":
-        return _find_first_run(count, total) + number - 1, total <= count[-1]
     if cells.window is None:
-        return cells_at_ranks(search_sorted(count, number), size, shards), jnp.array(False)
-    # An empty cell has the lowest position, -1.
+        # Token n takes the first cell at which `count` is n.
+        return cells_at_ranks(search_sorted(count, number), size, shards)
+    # Empty cells come first, because they have position -1. The added index N is for no cell.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
     order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)
-    return order[jnp.where(number <= count[-1], number - 1, size)], jnp.array(False)
+    return order[jnp.where(number <= count[-1], number - 1, size)]
 
 
-def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the first cell of the first run of `length` open cells; N if there is no such run."""
-    cells = counts.shape[0]
-    start = jnp.arange(cells)
-    before = jnp.where(start > 0, counts[start - 1], 0)
-    after = counts[jnp.minimum(start + length - 1, cells - 1)]
-    whole = (after - before == length) & (start + length <= cells)
-    return jnp.where(jnp.any(whole), jnp.argmax(whole), cells).astype(jnp.int32)
+def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "S N"]:
+    """Return the slots of N tokens in each stream, from cells where `open_cells` is True.
+
+    The slots of the first n tokens do not depend on the others. If a stream has n open cells, the
+    other slots are past the last cell.
+    """
+    number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
+
+    def choose_for_stream(open_cells: jax.Array, position: jax.Array) -> jax.Array:
+        if cells.placement != "tiled":
+            return choose_in_stream(cells, open_cells, position, number)
+        # `nth` is an index in `order`, not yet a slot.
+        order = order_open_tiles_first(open_cells)
+        nth = choose_in_stream(cells, open_cells[order], position[order], number)
+        return order.at[nth].get(**FILL, fill_value=cells.num_cells)
+
+    return jax.vmap(choose_for_stream)(open_cells, cells.position)
 
 
 def occupy(cells: C, ubatch: Ubatch) -> C:
@@ -248,9 +206,7 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
     where = (ubatch.row_stream[:, None], ubatch.slots)
-    if cells.window is not None:
-        nothing = jnp.zeros(cells.position.shape, bool)
-        cells = evict_cells(cells, nothing.at[where].set(True, **DROP))
+    cells = evict_cells(cells, *where)
     content, owners = hash_tokens(ubatch), _owner_words(cells, ubatch)
     is_placed = ubatch.slots < cells.num_cells
     event = mix_linearly(content, ubatch.slots, *jnp.unstack(owners, axis=-1))
@@ -314,4 +270,35 @@ def mark_incomplete(cells: C, ubatch: Ubatch, is_missing: Bool[Array, " L"]) -> 
         stamp=cells.stamp.at[where].set(stamp, **DROP, unique_indices=True),
         version=version,
         incomplete=cells.incomplete | (grown[:, None] & is_missing[None]),
+    )
+
+
+def mark_used(
+    cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"] | None
+) -> C:
+    """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell.
+
+    `is_incomplete[s, l]` is True if layer l lacks keys and values of new cells in stream s.
+    """
+    gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
+    stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
+    cells = evict_cells(cells, stream, slots)
+
+    def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[stream, slots].set(value, **DROP, unique_indices=True)
+
+    # The hash of an overwritten cell must differ from the hash of this cell in older tables.
+    old_hash = cells.stamp.at[stream, slots].get(**FILL, fill_value=0)
+    words = range(cells.owners.shape[1])
+    owners = [set_slots(cells.owners[:, w], new_cells.owners[:, w]) for w in words]
+    return replace(
+        cells,
+        position=set_slots(cells.position, new_cells.position),
+        owners=jnp.stack(owners, axis=1),
+        shift=set_slots(cells.shift, new_cells.shift),
+        stamp=set_slots(cells.stamp, hash_overwritten_cells(old_hash, new_cells.stamp)),
+        content=set_slots(cells.content, new_cells.content),
+        incomplete=jax.tree.map(
+            lambda old, new: old | (gets & new), incomplete_layers(cells), is_incomplete
+        ),
     )

@@ -33,8 +33,8 @@ class PlanBuilder:
     """A plan in progress.
 
     table: Table after the ubatches whose slots are chosen so far.
-    reason: `Reason` of each sequence, from the checks before slots are chosen; the reason of the
-      first ubatch without slots if all sequences pass these checks.
+    reason: `Reason` of each sequence, from the checks before slots are chosen. If all sequences
+      pass these checks, but a ubatch has no slots, all have OUT_OF_CELLS.
     """
 
     table: CacheTable
@@ -80,21 +80,19 @@ def check_batch(
     # Refused sequences require no cells. If a sequence is out of cells, `actual` is the number of
     # remaining cells.
     if batch.shared_with is None:
-        fits, fits_in_one_run, remaining = table.find_fitting_sequences(
+        fits, remaining = table.find_fitting_sequences(
             jnp.where(reason == Reason.OK, demand, 0), one_ubatch
         )
     else:
         root, demand = num_required_cells(ids, ranks[0], reason == Reason.OK, batch)
         demand, *room = demand[root], *table.find_fitting_sequences(demand, one_ubatch)
-        fits, fits_in_one_run, remaining = (x[root] for x in room)
-    lack = jnp.where(fits, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
-    reason = jnp.where(fits_in_one_run, reason, lack)
+        fits, remaining = (x[root] for x in room)
     return PlanBuilder(
         table=table,
         batch=batch,
-        reason=reason,
-        expected=jnp.where(fits_in_one_run, expected, demand),
-        actual=jnp.where(fits_in_one_run, actual, remaining),
+        reason=jnp.where(fits, reason, Reason.OUT_OF_CELLS),
+        expected=jnp.where(fits, expected, demand),
+        actual=jnp.where(fits, actual, remaining),
     )
 
 

@@ -1,8 +1,7 @@
 """Find the sequences of a refused batch that fit together, by plans of subsets.
 
-With a window or contiguous placement, the number of free cells does not decide which sequences fit:
-a ubatch frees cells behind the window for later ubatches, and contiguous placement requires runs of
-free cells.
+With a window, the number of free cells does not decide which sequences fit: a ubatch frees cells
+behind the window for later ubatches.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 
 def needs_only_free_cells(spec: TableSpec) -> bool:
     """Return whether a batch fits if and only if its tokens are at most as many as free cells."""
-    details = dict(spec.details)
-    counts = details.get("window") is None and details.get("placement") != "contiguous"
-    return counts and all(map(needs_only_free_cells, spec.parts))
+    has_window = dict(spec.details).get("window") is not None
+    return not has_window and all(map(needs_only_free_cells, spec.parts))
 
 
 def place_one_by_one(
@@ -48,7 +46,7 @@ def place_one_by_one(
     demand = _count_tokens(table.spec, _sequences_of_tokens(batch))
     reason, fits = np.array(plan.reason), np.zeros(table.spec.sequences, bool)
     for seq in np.argsort(demand, kind="stable"):
-        if demand[seq] and reason[seq] in (Reason.OK, Reason.OUT_OF_CELLS, Reason.FRAGMENTED):
+        if demand[seq] and reason[seq] in (Reason.OK, Reason.OUT_OF_CELLS):
             fits[seq] = True
             reason[seq] = np.max(plan_part(batch.keep_sequences(fits)).reason)
             fits[seq] = reason[seq] == Reason.OK
@@ -119,7 +117,7 @@ def _refuse_others(
     """Return a plan without ubatches that refuses all sequences with tokens except `fits`."""
     reason = jnp.where(reason == Reason.OK, jnp.int32(Reason.OUT_OF_CELLS), reason)
     reason = jnp.where(fits | (demand == 0), Reason.OK, reason)
-    lacks = (reason == Reason.OUT_OF_CELLS) | (reason == Reason.FRAGMENTED)
+    lacks = reason == Reason.OUT_OF_CELLS
     num_free = table.find_fitting_sequences(jnp.zeros_like(demand), one_ubatch=True).num_remaining
     taken = jnp.where(fits, demand, 0).reshape(table.spec.streams, -1)
     taken = jnp.sum(taken, axis=1, dtype=jnp.int32)

@@ -121,10 +121,8 @@ def _lay_out_concrete_batch(
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
     """Return whether a batch requires equally many cells for any division into ubatches."""
-    details = dict(spec.details)
-    evicts = details.get("window") is not None and spec.ubatch_size is None
-    contiguous = details.get("placement") == "contiguous"
-    return not evicts and not contiguous and all(map(_needs_same_cells_in_any_cut, spec.parts))
+    evicts = dict(spec.details).get("window") is not None and spec.ubatch_size is None
+    return not evicts and all(map(_needs_same_cells_in_any_cut, spec.parts))
 
 
 def layout_single_ubatch(

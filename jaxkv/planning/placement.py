@@ -56,11 +56,11 @@ def place_ubatch(
 ) -> tuple[PlanBuilder, Ubatch]:
     """Choose the slots of one of several ubatches; for arguments see `plan_single_ubatch`.
 
-    If a token gets no cell, the first such ubatch determines the reason of all sequences.
+    If a token gets no cell, all sequences have the reason OUT_OF_CELLS.
     """
-    ubatch, _, fault = _choose_cells(builder, index, continues_later, outputs)
+    ubatch, _, ok = _choose_cells(builder, index, continues_later, outputs)
     passed = jnp.all(builder.reason == Reason.OK)
-    reason = jnp.where(passed, jnp.max(fault).astype(jnp.int32), builder.reason)
+    reason = jnp.where(passed & ~ok, Reason.OUT_OF_CELLS, builder.reason)
     return replace(builder, table=builder.table.occupy(ubatch), reason=reason), ubatch
 
 
@@ -81,18 +81,16 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _choose_cells(
     builder: PlanBuilder, index: jax.Array, continues_later: jax.Array | None, outputs: int
 ) -> tuple[Ubatch, jax.Array, jax.Array]:
-    """Return a ubatch, which sequences have a mixed row, and the fault of each token."""
+    """Return a ubatch, which sequences have a mixed row, and whether each token has a cell."""
     table, batch = builder.table, builder.batch
     rows = count_rows(table, *index.shape)
     index = jnp.pad(index, [(0, rows - len(index)), (0, 0)], constant_values=NO_SLOT)
     index, mixed = _order_rows(table.spec, batch, index)
-    continues_later = (
-        jnp.zeros(table.spec.sequences, bool) if continues_later is None else continues_later
-    )
+    if continues_later is None:
+        continues_later = jnp.zeros(table.spec.sequences, bool)
     ubatch = _build_ubatch(table, batch, index, continues_later, outputs)
-    slots, fault = table.choose_slots(ubatch)
-    ubatch = replace(ubatch, slots=slots)
-    return ubatch, mixed, fault
+    slots, ok = table.choose_slots(ubatch)
+    return replace(ubatch, slots=slots), mixed, ok
 
 
 def _order_rows(

@@ -12,12 +12,11 @@ from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.hashing import cell_stamps, mix_linearly
 from jaxkv.core.pytree import pytree_dataclass
-from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, is_occupied
 from jaxkv.ubatch import Ubatch, hash_tokens
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
+    from jaxtyping import Array, Bool, Int32
 
 
 @pytree_dataclass
@@ -32,8 +31,8 @@ class StateSlots:
     cells: Int32[Array, "R E+1"]
 
 
-def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
-    """Return a cell for each new state of a ubatch, and `Reason.OK` for each token.
+def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Bool[Array, ""]]:
+    """Return a cell for each new state of a ubatch, and True (no token lacks a cell).
 
     A row of n tokens stores a state after each of its last min(n, E + 1) tokens. Each new state
     frees the oldest stored state of the sequence, so cells never run out.
@@ -43,8 +42,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
     cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), out_of_range_slots(new))
     cell = states.cell[ubatch.row_sequence, -1]
     source = jnp.where(placed, cell, out_of_range_slots(cell))
-    fits = jnp.full(ubatch.valid.shape, Reason.OK, jnp.int32)
-    return StateSlots(source=source, cells=cells), fits
+    return StateSlots(source=source, cells=cells), jnp.array(True)
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:

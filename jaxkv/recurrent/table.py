@@ -156,7 +156,7 @@ class StateTable(States, CacheTable):
         """Return True for all sequences, since each new state replaces a state of its sequence."""
         del one_ubatch
         all_fit = demand >= 0
-        return Admission(all_fit, all_fit, jnp.full_like(demand, END))
+        return Admission(all_fit, jnp.full_like(demand, END))
 
     def num_cells_saved_by_sharing(self) -> Int32[Array, " S"]:
         """Return zeros: E + 1 cells are kept for each sequence, even if sequences share cells."""

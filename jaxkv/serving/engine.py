@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_not_donated
@@ -30,7 +29,7 @@ from jaxkv.serving.request import (
 from jaxkv.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, PyTree
+    from jaxtyping import PyTree
 
     from jaxkv.generation.types import StopTokens
 
@@ -315,7 +314,7 @@ class Engine:
         return done
 
     def warm_up(self) -> None:
-        """Compile all programs except the defragmentation of a cache with contiguous placement."""
+        """Compile all programs."""
         self._check_cache()
         self._runner.warm_up()
         self._prefixes.warm_up()
@@ -364,7 +363,7 @@ class Engine:
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
             refused = [text for text in texts if outcome.reasons[text.sequence]]
-            self._preempt(refused, outcome.reasons)
+            self._preempt(refused)
             return
         for text, n in zip(texts, counts, strict=True):
             text.num_computed_tokens += n
@@ -379,7 +378,7 @@ class Engine:
         outcome = self._runner.generate(texts, max_tokens)
         refused = self._append_tokens(texts, allowed, outcome)
         if refused:
-            self._preempt(refused, outcome.reasons)
+            self._preempt(refused)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
         """Return the number of tokens to generate in a step; 1 while prompts are computed."""
@@ -419,12 +418,8 @@ class Engine:
         self._finish_requests(ended)
         return [text for text in refused if self._schedule.stream_of(text) not in freed]
 
-    def _preempt(
-        self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
-    ) -> None:
+    def _preempt(self, refused: list[RequestState]) -> None:
         """Evict a stored prompt, or preempt a request, in the stream of each refused request."""
-        if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
-            return
         for stream in {self._schedule.stream_of(text) for text in refused}:
             *others, youngest = self._schedule.texts_in_stream(stream)
             if self._prefixes.evict_one(stream):

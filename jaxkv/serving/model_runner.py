@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 import jax
 import numpy as np
 
-from jaxkv.api.apply import apply
 from jaxkv.api.edits import seq_rm
-from jaxkv.api.maintenance import defrag_plan
 from jaxkv.cache import Cache, merge
 from jaxkv.core.donation import is_donated
 from jaxkv.core.validate import check_int32
@@ -150,14 +148,6 @@ class ModelRunner:
         rows = np.arange(self._spec.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
-
-    def close_gaps(self) -> bool:
-        """Defragment the cache; return False if there was no gap."""
-        plan = defrag_plan(self.cache)
-        if plan.is_empty:
-            return False
-        self.cache = apply(self.cache, plan, donate=True)
-        return True
 
     def stop_tokens_of(self, text: RequestState) -> list[int]:
         """Return the stop tokens of the engine and of a request."""

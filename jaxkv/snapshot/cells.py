@@ -20,12 +20,11 @@ from jaxkv.core.array_utils import out_of_range_slots, to_host
 from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
-from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import empty_fields, incomplete_layers, sequence_bits, with_owners
 from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache
-from jaxkv.kv.slots import usable_cells
+from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.kv.table import CellTable
 from jaxkv.ops.head_rows import A, join_heads, split_stored_rows
 from jaxkv.ops.layer_stack import map_arrays
@@ -206,8 +205,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         for stream in np.flatnonzero(demand > np.asarray(num_free)):
             raise PlanRefusedError(
                 f"expected {demand[stream]} free cells in stream {stream} for a snapshot, got "
-                f"{num_free[stream]}; remove a sequence there (seq_rm), call compact if placement "
-                f"is contiguous, or make a cache with more cells"
+                f"{num_free[stream]}; remove a sequence there (seq_rm), or make a cache with more "
+                f"cells"
             )
         is_filled = np.arange(table.num_cells)[None] < demand[:, None]
 
@@ -215,9 +214,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             field = read(name)
             return np.append(field, np.zeros(1, field.dtype))[origin]
 
-        slots = (
-            _choose(rest, open_cells, demand) if fresh else jnp.asarray(gather_by_origin("cell"))
-        )
+        slots = _choose(rest, open_cells) if fresh else jnp.asarray(gather_by_origin("cell"))
         slots = np.where(is_filled, slots, np.asarray(out_of_range_slots(slots)))
         fields = (
             gather_by_origin("position"),
@@ -389,7 +386,7 @@ def _release_sequences(
     rest = with_owners(table, table.owners & ~gone[..., None])
     rest = replace(rest, evicted_below=jnp.where(is_removed, evicted_below, rest.evicted_below))
     open_cells = usable_cells(rest)
-    return rest, open_cells, num_fitting_tokens(rest, open_cells)
+    return rest, open_cells, jnp.sum(open_cells, axis=1, dtype=jnp.int32)
 
 
 _choose = jax.jit(choose_cells)

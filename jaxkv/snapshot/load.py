@@ -135,8 +135,7 @@ def load(
     Raises:
       ImportError: If the package safetensors is not installed.
       OSError: If the file does not exist, is a folder or a device, or cannot be opened.
-      PlanRefusedError: If a stream has too few free cells; with contiguous placement, also if runs
-        of free cells are too short.
+      PlanRefusedError: If a stream has too few free cells.
       TypeError: If `into` has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If a new cache would be larger than `max_bytes`.

@@ -14,22 +14,19 @@ SEQUENCES = 8  # more than any script needs; equal in both golden tests, which s
 SCRIPTS = {script["name"]: script for script in golden("ops")}
 
 
-CASES = [(name, "any", False) for name in SCRIPTS]
-CASES += [(name, "any", True) for name in ("fragmented", "divide", "random_unified_2")]
-FULL = ("fragmented", "full_then_freed", "random_unified_0")
-CASES += [(name, "contiguous", False) for name in FULL]
+CASES = [(name, False) for name in SCRIPTS]
+CASES += [(name, True) for name in ("fragmented", "divide", "random_unified_2")]
 
 
-@pytest.mark.parametrize(("name", "placement", "defrag"), CASES)
-def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
+@pytest.mark.parametrize(("name", "defrag"), CASES)
+def test_ops_answer_as_llama_cpp(name, defrag, request):
     """Positions are compared exactly, logits within 1e-3 (SmolLM2) or 3e-2.
 
-    A windowed part has window + ubatch + 64 cells per sequence. With contiguous placement,
-    `compact` makes room for steps that are refused as fragmented.
+    A windowed part has window + ubatch + 64 cells per sequence.
     """
     script = SCRIPTS[name]
     model = request.getfixturevalue(script["model"])
-    gemma, split, helps = script["model"] == "gemma3", not script["unified"], 0
+    gemma, split = script["model"] == "gemma3", not script["unified"]
     sequences, cells = SEQUENCES, 256 if script["n_ctx"] == 256 else 1024
     if gemma or split:
         sequences, cells = script["n_seq"], script["n_ctx"] // (script["n_seq"] if split else 1)
@@ -37,7 +34,7 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
     size = 64 if gemma else (4 if split else 8)
     sizes = dict(cells=cells, sequences=sequences, ubatch_size=size, max_rollback=64)
     streams = sequences if split else 1
-    cache = model.make_cache(**sizes, streams=streams, placement=placement)
+    cache = model.make_cache(**sizes, streams=streams)
     rest = dict(ubatch_size=size, donate=True)
     for step in script["steps"]:
         if step["op"] != "decode":
@@ -52,14 +49,6 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
             outputs = np.array(step.get("want", last), bool)
             batch = jaxkv.make_batch(tokens, **fields, outputs=outputs)
             plan = jaxkv.init_batch(cache, batch, ubatch_size=size)
-            if placement == "contiguous":
-                before = plan
-                cache, ok = jaxkv.compact(cache, batch=batch, **rest)
-                plan = jaxkv.init_batch(cache, batch, ubatch_size=size)
-                assert ok == plan.ok
-                helped = bool(ok & ~before.ok)
-                assert not helped or jaxkv.Reason.FRAGMENTED in before.reason.tolist()
-                helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])
             if plan.ok:
                 cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch, **rest)
@@ -74,4 +63,3 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
         else:
             assert first.tolist() == step["pos_min"]
         assert not any(jax.tree.leaves(cache.check()))
-    assert helps or (name, placement) != ("fragmented", "contiguous")

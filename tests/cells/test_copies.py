@@ -13,7 +13,6 @@ from tests.helpers.caches import Kind, assert_identical, drawing, drawn
 
 pytestmark = pytest.mark.core
 LONG = Kind("long, two each", cells=600, sequences=6, streams=3)
-RUNS = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")
 NEAR = Kind("window", cells=6, sequences=4, streams=2, windows=(jaxkv.Window.sliding(2),))
 WIDE = Kind("wide", cells=12, sequences=80, streams=2)
 
@@ -118,13 +117,6 @@ def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     assert copies[1].cache.table.evicted_below.tolist() == [0, 0, 1, 0]
     cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
     assert refused(cache, 0, [1, 3])
-
-
-def test_seq_cp_contiguous_is_one_run():
-    cache = drawn("0{0} . 1{0} 2{0} . . . . | . 0{2} . . 1{2} . . 2{2}", RUNS)
-    copied = jaxkv.seq_cp(cache, 0, 3, 1).cache
-    assert drawing(copied).split(" | ")[1] == ". 0{2} 1{3} 2{3} 1{2} . . 2{2}"
-    assert refused(cache, 0, 3)
 
 
 def test_seq_cp_two_words_of_owners():

@@ -39,7 +39,7 @@ APART = dict(
     dtype=("int8", "float16", "bfloat16", None),
     ubatch_size=(1, 4, 1, 1),
     max_rollback=(0, 2, 0, 3),
-    placement=("striped:4", "contiguous", "any", "any"),
+    placement=("striped:4", "tiled", "any", "any"),
     stacked=(True, False, False, False),
 )
 
@@ -65,10 +65,7 @@ CASES = {  # spec, options, and the expected parts
     "attention": (ATTENTION, dict(cells=16), [cells(16)]),
     "int8": (ATTENTION, dict(cells=16, dtype="int8"), [cells(16, OF_INT8)]),
     "stacked": (ATTENTION, dict(cells=16) | STACKED, [cells(16, ["bfloat16[4,2,16,8]"] * 2)]),
-    **{
-        name: (ATTENTION, dict(cells=16, placement=name), [cells(16, placement=name)])
-        for name in ("contiguous", "tiled")
-    },
+    "tiled": (ATTENTION, dict(cells=16, placement="tiled"), [cells(16, placement="tiled")]),
     "striped": (ATTENTION, dict(cells=16, placement="striped:4"), [cells(16, **STRIPED)]),
     "shapes of each layer": (SHAPED, dict(cells=16), [cells(16, UNLIKE)]),
     "latent": (LATENT, dict(cells=16), [cells(16, ["float32[2,1,16,8]"] * 2)]),
@@ -85,7 +82,7 @@ CASES = {  # spec, options, and the expected parts
         APART,
         [
             cells(16, STACKED_INT8, **STRIPED),
-            cells(24, ["float16[2,2,24,8]"] * 4, ubatch_size=4, placement="contiguous"),
+            cells(64, ["float16[2,2,64,8]"] * 4, ubatch_size=4, placement="tiled"),
             cells(8, ["bfloat16[2,2,8,8]"] * 4),
             states(8),
         ],

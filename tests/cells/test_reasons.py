@@ -14,11 +14,9 @@ from jaxkv import EditResult, PlanRefusedError, Reason, generation, make_batch
 from jaxkv.table import EditCheck, join_checks
 from tests.cells.plans import NEAR, one_by_one
 from tests.helpers import edit_sequences, hlo
-from tests.helpers.caches import GROUPS, SMALL, Kind, assert_identical, drawn
+from tests.helpers.caches import GROUPS, SMALL, assert_identical, drawn
 from tests.helpers.parametrize import in_lanes
 from tests.helpers.steps import settle
-
-RUNS = Kind("runs", cells=4, sequences=1, placement="contiguous")
 
 
 @functools.cache
@@ -199,20 +197,6 @@ def test_lists_of_ranges_have_a_reason_each():
     ]
     assert ok.tolist() == [True, False, True] and result[0] is cache is result.cache
     with pytest.raises(PlanRefusedError, match=r"^range 1: ARGUMENT_OUT_OF_RANGE, expected .*; ch"):
-        result.check()
-
-
-def test_compact_of_a_batch_that_does_not_fit_returns_the_reason_of_its_plan():
-    cache = drawn("0{0} . 1{0} .", RUNS)
-    for batch, name in [
-        (make_batch([1, 2]), "OK"),
-        (make_batch([1, 2, 3]), "OUT_OF_CELLS"),
-        (make_batch([1], positions=[7]), "NOT_CONTIGUOUS"),
-    ]:
-        result = jaxkv.compact(cache, batch=batch)
-        assert Reason(result.reason).name == name and result.ok == (name == "OK")
-    assert jax.jit(jaxkv.compact)(cache).reason == Reason.OK
-    with pytest.raises(PlanRefusedError, match=r"^NOT_CONTIGUOUS, .*; init_batch\(cache, batch\)"):
         result.check()
 
 

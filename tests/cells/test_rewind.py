@@ -5,12 +5,10 @@ import pytest
 
 import jaxkv
 from tests.cells.plans import plan_of
-from tests.helpers.caches import Kind, assert_identical, drawn
+from tests.helpers.caches import Kind, assert_identical
 from tests.helpers.steps import settle
 
-core = pytest.mark.core
 POOL = Kind("pool", cells=16, sequences=2)
-RUNS = Kind("contiguous", cells=16, sequences=2, placement="contiguous")
 
 
 def told(cache, *tokens, seq=0):
@@ -84,19 +82,3 @@ def test_rewind_twice_knows_what_was_written_between():
     cut = cache.table
     back, ok = jaxkv.rewind(told(cache, 7), to=cut)  # in the cell of the 3
     assert ok and not jaxkv.rewind(back, to=full)[1]
-
-
-@core
-def test_compact_says_whether_the_batch_fits():
-    cache = drawn(". . 0{0}-2 1{0}-2 2{0}-2 3{0}-2 0{1} 1{1} 2{1} 3{1} 4{1} 5{1}", RUNS)
-    wanted = jaxkv.make_batch([1] * 5)
-    assert jaxkv.init_batch(cache, wanted).reason[0] == jaxkv.Reason.SHIFT_PENDING
-    assert jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=1)).ok
-    after, ok = jaxkv.compact(cache, batch=wanted)
-    assert ok and jaxkv.init_batch(after, wanted).ok and jaxkv.init_update(after).num_changes == 0
-    same, ok = jaxkv.compact(after, batch=wanted)
-    assert ok  # it fitted before
-    assert_identical(same, after)
-    large = jaxkv.make_batch([1] * 8)
-    after, ok = jaxkv.compact(after, batch=large)
-    assert not ok and jaxkv.init_batch(after, large).reason[0] == jaxkv.Reason.OUT_OF_CELLS

@@ -9,12 +9,10 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visibility_of
 from tests.cells.pools import FOUR, ONE, TWO, fed
-from tests.helpers.caches import Kind, advance, assert_identical, drawing, drawn, run
+from tests.helpers.caches import advance, assert_identical, run
 from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
-SHARED = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")
 LENGTHS = (3, 4, 2, 5)
 
 over_streams = pytest.mark.parametrize("kind", [TWO, FOUR], ids=str)
@@ -88,15 +86,6 @@ def test_plan_step_any_rows_matches_one_stream(kind):
             cache, logits = advance(cache, plan.ubatch)
             steps.append([*logits[active].ravel(), *cache.seq_pos_max([0, 1, 2, 3])])
         np.testing.assert_allclose(*steps, atol=1e-5)
-
-
-def test_init_batch_contiguous_rows_of_one_stream_are_one_run():
-    cache = drawn(". 0{0} . . . 1{0} . . |", SHARED)
-    plan = jaxkv.init_batch(cache, make_batch([[5], [6], [7]], sequences=[2, 1, 0])).check()
-    assert drawing(settle(cache, plan)) == ". 0{0} 2{0} 0{1} . 1{0} | 0{2}"
-    rows, ids = jnp.array([[5, 0], [6, 8], [7, 0]]), jnp.array([[2, 2], [1, 1], [0, 0]])
-    after, _, reason = traced_rows(cache, rows, ids, rows > 0)
-    assert not reason.any() and drawing(after) == ". 0{0} 2{0} 0{1} 1{1} 1{0} | 0{2}"
 
 
 def test_sight_reads_a_stream_once_where_all_sequences_have_rows():

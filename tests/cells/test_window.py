@@ -23,7 +23,6 @@ core = pytest.mark.core
 SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
 MIXED = "2{0} 0{0} 1{0} 3{0} 4{0} 5{0}"
 POOL = Kind("pool", cells=4, sequences=2, windows=(Window.sliding(1),))
-CONTIGUOUS = Kind("contiguous", 6, 1, placement="contiguous", windows=(Window.sliding(3),))
 SHORT = Kind("short", cells=3, sequences=3, windows=NEAR.windows)
 BLOCKS = Kind("chunks", cells=6, sequences=3, windows=(Window.chunked(4),))
 SINGLE = Kind("one cell of two words", cells=1, sequences=64, windows=NEAR.windows)
@@ -52,9 +51,6 @@ def test_sees_symmetric_window_at_the_last_position():
         # A cell visible to one owner stays: 1 continues at 2 and attends to 0 and 1; 0 can lose 2.
         (NEAR, "0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0}", 2, None, None),
         (NEAR, "0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0}", 1, "0{1} 1{1} 6{0} 3{0} 4{0} 5{0}", [3, 0, 0]),
-        (CONTIGUOUS, MIXED, 1, "6{0} . . 3{0} 4{0} 5{0}", [3]),  # a contiguous run
-        (CONTIGUOUS, SIX, 4, "6{0} 7{0} 8{0} 9{0} 4{0} 5{0}", [4]),  # 6 attends to 4
-        (CONTIGUOUS, SIX, 5, None, None),
         pytest.param(SHORT, "0{0} 1{0} 2{0}", 1, None, None, marks=core),  # all are visible
     ],
 )  # fmt: skip
@@ -66,13 +62,6 @@ def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, afte
         return
     cache = settle(cache, plan)
     assert drawing(cache) == after and cache.table.evicted_below.tolist() == evicted_below
-
-
-@core
-def test_plan_step_contiguous_takes_the_first_usable_cell():
-    """Not an empty cell after evictable ones."""
-    cache = drawn("0{0} 1{0} 2{0} 3{0}", CONTIGUOUS)
-    assert jaxkv.plan_step(cache, [5], sequences=[0]).ubatch.slots.tolist() == [[0]]
 
 
 @core

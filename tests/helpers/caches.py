@@ -104,16 +104,15 @@ class Kind:
 
 
 SMALL = Kind("small", cells=12, sequences=3)
-RUNS = replace(SMALL, name="contiguous", placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
 SPLIT = Kind("split", cells=8, sequences=3, streams=3)
 WINDOW = replace(SMALL, name="window", windows=(Window.sliding(3),))
 CHUNKS = replace(SPLIT, name="chunks", cells=10, windows=(Window.chunked(4),))
 TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, Window.sliding(4)))
-TWO_SPLIT = Kind("full-and-window-split", 10, 3, "contiguous", 3, (None, Window.symmetric(5)))
+TWO_SPLIT = Kind("full-and-window-split", 10, 3, "any", 3, (None, Window.symmetric(5)))
 GROUPS = Kind("groups", cells=10, sequences=4, streams=2)
 GROUPS_WINDOW = replace(GROUPS, name="groups-window", cells=9, windows=(Window.sliding(3),))
-GROUPS_RUNS = Kind("groups-contiguous-two-parts", 12, 8, "contiguous", 4, (None, Window.chunked(4)))
+GROUPS_CHUNKS = Kind("groups-full-and-chunks", 12, 8, "any", 4, (None, Window.chunked(4)))
 STRIPES = Kind("striped", cells=16, sequences=3, placement="striped:2")
 GROUPS_STRIPES = Kind("groups-striped-window", 9, 4, "striped:3", 2, (Window.sliding(3),))
 TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
@@ -124,8 +123,8 @@ CODES = replace(GROUPS, name="groups-int8", dtype="int8")
 LATENT = replace(GROUPS, name="groups-latent", latent=(1, 4))
 STACKED = replace(GROUPS, name="stacked-groups", stacked=True)
 HEAD_ROWS = replace(GROUPS, name="groups-rows-of-heads", lanes=HEADS * SIZE + 1)
-ALL_KINDS = [SMALL, RUNS, WIDE, STRIPES, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS]
-ALL_KINDS += [GROUPS_WINDOW, GROUPS_RUNS, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
+ALL_KINDS = [SMALL, WIDE, STRIPES, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS]
+ALL_KINDS += [GROUPS_WINDOW, GROUPS_CHUNKS, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
 ALL_KINDS += [HEAD_ROWS]
 
 WIDTH = 8
@@ -359,28 +358,24 @@ class Oracles(list[Side]):
     def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         """Plan in every part: all faults by priority, and the ubatches of the parts.
 
-        If several ubatches free cells or need runs, sequences are added one by one, the smallest
-        first, and stay if the batch of those that stay has cells.
+        If several ubatches free cells, sequences are added one by one, the smallest first, and stay
+        if the batch of those that stay has cells.
         """
         faults, plans = self._plan(tokens, ubatch_size)
-        counts_decide = all(one.window is None and not one.contiguous for one in self.cells())
+        counts_decide = all(one.window is None for one in self.cells())
         one_ubatch = len(self[0].cut([*tokens], ubatch_size)) == 1
         if all(plan.ok for plan in plans) or counts_decide or one_ubatch:
             return faults, plans
         asks = Counter(seq for token in tokens for seq in token.owners)
-        fits, lacks = set(), {}
+        fits, lacks = set(), set()
         for seq in sorted(set(asks) - set(faults), key=lambda seq: (asks[seq], seq)):
             _, again = self._plan(only(tokens, {*fits, seq}), ubatch_size)
-            found = {fault.reason for plan in again for fault in plan.faults.values()}
-            if found:
-                lacks[seq] = max(found, key=lambda name: jaxkv.Reason[name])
-            else:
-                fits.add(seq)
-        for seq, reason in lacks.items():
+            (fits if all(plan.ok for plan in again) else lacks).add(seq)
+        for seq in lacks:
             stream = self[0].stream(seq)
             taken = sum(asks[one] for one in fits if self[0].stream(one) == stream)
             left = min(len(one.usable(stream)) for one in self.cells()) - taken
-            faults[seq] = Fault(reason, asks[seq], max(left, 0))
+            faults[seq] = Fault("OUT_OF_CELLS", asks[seq], max(left, 0))
         return faults, [replace(plan, faults=faults) for plan in plans]
 
     def cells(self) -> list[Oracle]:

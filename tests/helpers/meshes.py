@@ -41,7 +41,6 @@ KINDS = [
     _kind("window", TENSOR_CELLS, cells=12, windows=(near,)),
     _kind("full-and-window", DATA_CELLS, cells=14, streams=4, windows=(None, near)),
     _kind("groups", {"data": 2, "tensor": 2}, cells=10, streams=2),
-    _kind("groups-contiguous", DATA_CELLS, cells=10, streams=2, placement="contiguous"),
     _kind("striped-window", DATA_CELLS, 8, cells=16, streams=4, windows=(near,), **STRIPED),
     _kind("tiled", TENSOR_CELLS, cells=16, placement="tiled"),
     _kind("groups-tiled", DATA_CELLS, cells=16, streams=2, windows=(None, near), placement="tiled"),

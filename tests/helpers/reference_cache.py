@@ -61,7 +61,6 @@ class Oracle(Side):
         window: tuple[str, int] | None = None,
     ) -> None:
         self.size, self.sequences, self.streams, self.window = size, sequences, streams, window
-        self.contiguous = placement == "contiguous"
         self.order = _in_turn(size, shards=int(placement.partition(":")[2] or 1))
         self.tiles = _tiles(size) if placement == "tiled" else []
         self.in_rows = streams > 1
@@ -257,11 +256,11 @@ class Oracle(Side):
                 for source in copied[parent]
             ]
             usable = [index for index in self.usable(stream) if (stream, index) not in sources]
-            found = self._find(self._whole_first(stream, usable), len(wanted))
-            if found is None:
+            if len(wanted) > len(usable):
                 self.cells, self.whole = before.cells, before.whole
                 return False
-            arrivals += [((stream, index), *one) for index, one in zip(found, wanted, strict=True)]
+            found = zip(self._whole_first(stream, usable), wanted, strict=False)
+            arrivals += [((stream, index), *one) for index, one in found]
         for place, _, _ in arrivals:
             if place in self.cells:
                 self._evict(place)
@@ -272,13 +271,6 @@ class Oracle(Side):
                 self.contents[place] = before.contents[source]
             self.written[place] += 1
         return True
-
-    def _find(self, usable: list[int], count: int) -> list[int] | None:
-        """Choose `count` usable cells of a stream, neighbours if contiguous; None if too few."""
-        if not self.contiguous:
-            return usable[:count] if count <= len(usable) else None
-        runs = [range(i, i + count) for i in range(self.size - count + 1)]
-        return next((list(run) for run in runs if set(run) <= set(usable)), None)
 
     def _whole_first(self, stream: int, usable: list[int]) -> list[int]:
         """Usable cells, first those of completely usable tiles; hidden ones last."""
@@ -406,33 +398,28 @@ class Oracle(Side):
         )
         cut = self.cut(batch, ubatch_size)
         room = {stream: len(self.usable(stream)) for stream in range(self.streams)}
-        run = {stream: self._longest_run(stream) for stream in range(self.streams)}
         lacks = {}
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
             stream = self.stream(seq)
             if len(cut) > 1 and self.window is not None:  # only the ubatches show it
                 continue
-            run[stream] -= asks[seq]
             # After one that did not fit no other of its stream fits, since none is smaller.
-            if asks[seq] > room[stream] or (stream, "OUT_OF_CELLS") in lacks.values():
-                lacks[seq] = stream, "OUT_OF_CELLS"
-                continue
-            room[stream] -= asks[seq]
-            if self.contiguous and len(cut) == 1 and run[stream] < 0:
-                lacks[seq] = stream, "FRAGMENTED"
-        for seq, (stream, reason) in lacks.items():
-            faults |= dict.fromkeys(groups[seq], Fault(reason, asks[seq], room[stream]))
+            if asks[seq] > room[stream] or stream in lacks.values():
+                lacks[seq] = stream
+            else:
+                room[stream] -= asks[seq]
+        for seq, stream in lacks.items():
+            faults |= dict.fromkeys(groups[seq], Fault("OUT_OF_CELLS", asks[seq], room[stream]))
         if faults:
             return Plan(faults=faults)
 
         after, plan = self.fork(), Plan()
         for tokens in cut:
-            slots, unplaced = after._slots(tokens)
-            if unplaced:
+            slots = after._slots(tokens)
+            if len(slots) < len(tokens):
                 assert len(cut) > 1
-                reason = min(reason for _, reason in unplaced)  # FRAGMENTED before OUT_OF_CELLS
                 everyone = set().union(*(token.owners for token in batch))
-                return Plan(faults=dict.fromkeys(everyone, Fault(reason, 0, 0)))
+                return Plan(faults=dict.fromkeys(everyone, Fault("OUT_OF_CELLS", 0, 0)))
             part = Part([*zip(slots, tokens, strict=True)], after.digests(tokens))
             plan.parts.append(part)
             assert after.apply(part)
@@ -448,30 +435,19 @@ class Oracle(Side):
             groups += [mine.union(*joined)] if mine else []
         return {min(group): group for group in groups}
 
-    def _longest_run(self, stream: int) -> int:
-        usable = self.usable(stream)
-        runs = [[i in usable for i in range(j, self.size)] for j in range(self.size)]
-        return max([*run, False].index(False) for run in runs)
-
-    def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
-        """The cell of each token; and those without one, with the reason."""
-        slots, unplaced = {}, []
+    def _slots(self, tokens: list[Token]) -> list[Place]:
+        """The cells of the tokens that get one, in their order."""
+        slots = {}
         for stream in {self.stream(token.sequence) for token in tokens}:
             mine = [token for token in tokens if self.stream(token.sequence) == stream]
             if self.streams > 1:  # row by row
                 mine.sort(key=lambda token: token.sequence)
-            usable = self.usable(stream)
-            if self.contiguous:
-                found = self._find(usable, len(mine)) or []
-                reason = "FRAGMENTED" if len(usable) >= len(mine) else "OUT_OF_CELLS"
-            elif self.tiles:
+            found = self.usable(stream)
+            if self.tiles:
                 mine.sort(key=lambda token: token.sequence)
-                found, reason = self._in_tiles(stream, mine), "OUT_OF_CELLS"
-            else:
-                found, reason = usable[: len(mine)], "OUT_OF_CELLS"
+                found = self._in_tiles(stream, mine)
             slots |= {token: (stream, i) for token, i in zip(mine, found, strict=False)}
-            unplaced += [(token, reason) for token in mine[len(found) :]]
-        return [slots[token] for token in tokens if token in slots], unplaced
+        return [slots[token] for token in tokens if token in slots]
 
     def _in_tiles(self, stream: int, tokens: list[Token]) -> list[int]:
         """Cells for tokens in the order of their sequences, as many as there are.

@@ -238,11 +238,12 @@ class Twin:
         for oracle, one in zip(self.oracles, plans, strict=True):
             if not isinstance(oracle, Oracle):
                 continue
-            for stream in range(one.count.shape[0]):
+            for stream in range(oracle.streams):
                 moves = oracle.moves(stream, max_moves)
                 columns = (one.source, one.destination, one.length)
                 arrays = np.stack([np.asarray(column)[stream] for column in columns], axis=1)
-                assert [*map(tuple, arrays[: np.asarray(one.count)[stream]].tolist())] == moves
+                assert [*map(tuple, arrays[: len(moves)].tolist())] == moves
+                assert not arrays[len(moves) :, 2].any()
                 oracle.defrag(moves, stream)
         self.cache = settle(self.cache, plan)
 

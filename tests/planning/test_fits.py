@@ -31,8 +31,6 @@ CACHES = {
     "window of two": (LAST, dict(cells=5)),
     "chunks": (CHUNKS, dict(cells=5)),
     "window in streams": (NEAR, dict(cells=5, sequences=4, streams=2)),
-    "window in runs": (NEAR, dict(cells=6, placement="contiguous")),
-    "runs": (FULL, dict(cells=7, placement="contiguous")),
     "full": (FULL, dict(cells=7)),
     "full and window": (hybrid(FULL, NEAR), dict(cells=7)),
     "two windows": (hybrid(LAST, NEAR), dict(cells=5)),
@@ -44,7 +42,6 @@ CACHES = {
 }
 UBATCHES = [4, 4, 4, 3]
 FEW = ["window", "full and window"]
-RUNS = ["window in runs", "runs"]
 
 
 @functools.cache
@@ -114,7 +111,7 @@ def assert_fits(plan, counts, subsets):
     ("name", "runs"),
     in_lanes(
         [(name, runs) for name in CACHES for runs in (12, 200)],
-        core=[(name, 12) for name in FEW + RUNS],
+        core=[(name, 12) for name in FEW],
     ),
 )
 def test_fits_of_init_batch_is_that_of_brute_force(name, runs):

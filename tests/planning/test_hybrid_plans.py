@@ -43,21 +43,6 @@ def test_plan_fits_where_every_part_has_cells(parts):
         assert (plan.expected[refused], plan.actual[refused]) == (3, 2)
 
 
-RUNS = [attention(cells=cells, placement="contiguous") for cells in (6, 12)]
-
-
-@pytest.mark.parametrize("parts", either_order(*RUNS), ids=[1, 2])
-def test_plan_needs_a_run_of_cells_in_every_part(parts):
-    cache = told(*parts, counts=(2, 2, 2))
-    for seq in (0, 2):
-        cache, _ = jaxkv.seq_rm(cache, seq)
-    plan = jaxkv.init_batch(cache, make_batch([1, 2, 3]))
-    assert plan.reason.tolist() == [Reason.FRAGMENTED, Reason.OK, Reason.OK]
-    assert jaxkv.init_batch(cache, make_batch([1, 2])).ok
-    plan = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [1] * 9]))
-    assert plan.reason.tolist() == [Reason.FRAGMENTED, Reason.OUT_OF_CELLS, Reason.OK]
-
-
 def states(**sizes):
     return recurrent_cache(1, STATES, sequences=3, **sizes)
 

@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Cache, PlanRefusedError, Reason, init_batch, make_batch, seq_rm
-from tests.helpers.caches import RUNS, advance, assert_identical, filled
+from tests.helpers.caches import advance, assert_identical, filled
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.steps import settle
 
@@ -62,32 +62,6 @@ def test_init_batch_beside_a_sequence_with_pending_shifts_is_ok():
     cache = jaxkv.seq_add(filled(2, 2), 1, 0, -1, delta=1).cache
     assert not init_batch(cache, make_batch([1], sequences=0)).reason.any()
     assert init_batch(cache, make_batch([1], sequences=1)).reason[1] == Reason.SHIFT_PENDING
-
-
-@pytest.mark.parametrize(
-    ("free", "size", "sequences", "wanted"),
-    [
-        ([0, 1, 3, 4, 6, 7, 9, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # no run of 3
-        ([0, 1, 2, 4, 5, 7, 8, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # one
-        ([0, 1, 2, 3, 4, 5, 7, 9], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # no run of 2
-        ([0, 1, 2, 6, 7], 4, [1] * 4 + [2] * 4, [Reason.FRAGMENTED, Reason.FRAGMENTED]),
-        ([0, 1, 2, 6, 7], 4, [1] * 4, [Reason.FRAGMENTED, Reason.OK]),
-        ([0, 1, 2, 6, 7], 4, [1] * 3 + [2] * 4, [Reason.OK, Reason.OUT_OF_CELLS]),  # a run for 1
-    ],
-)
-def test_missing_run_of_any_ubatch_refuses_the_batch(free, size, sequences, wanted):
-    """There is a cell for each token of sequence 1, but (except in the last case) no run."""
-    cache = filled(12, kind=RUNS)
-    for cell in free:
-        cache, _ = seq_rm(cache, 0, cell, cell + 1)
-    batch = make_batch([1] * len(sequences), sequences=sequences)
-    plan = init_batch(cache, batch, ubatch_size=size)
-    assert plan.reason.tolist() == [Reason.OK, *wanted]
-    assert plan.fits.tolist() == [reason == Reason.OK for reason in plan.reason]
-    lines = f"1: FRAGMENTED, expected a run of {sequences.count(1)} |2: OUT_OF_CELLS, expected 4 "
-    with pytest.raises(PlanRefusedError, match=f"sequence ({lines})"):
-        plan.check()
-    assert_unchanged_by(cache, plan)
 
 
 VERBS = {

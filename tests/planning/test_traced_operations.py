@@ -26,9 +26,9 @@ def as_tuple(value):
 @pytest.mark.parametrize(
     ("options", "planned"),
     [
-        ({"cells": 512, "streams": 8}, 305),
-        ({"cells": 4096, "placement": "any"}, 400),
-        ({"cells": 4096}, 565),  # tiles
+        ({"cells": 512, "streams": 8}, 290),
+        ({"cells": 4096, "placement": "any"}, 380),
+        ({"cells": 4096}, 545),  # tiles
     ],
 )
 def test_step_traces_few_operations(options, planned):

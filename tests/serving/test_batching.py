@@ -22,8 +22,7 @@ from tests.serving.servers import POOL, STREAMS, alone, assert_as_alone, assert_
 pytestmark = pytest.mark.core
 
 GROUPS_WINDOW = replace(servers.GROUPS, windows=(None, jaxkv.Window.sliding(4)))
-RUNS = replace(servers.ROOMY, placement="contiguous")
-CACHES = [(POOL, None), (STREAMS, None), (GROUPS_WINDOW, (5,)), (RUNS, (5,))]
+CACHES = [(POOL, None), (STREAMS, None), (GROUPS_WINDOW, (5,)), (servers.ROOMY, (5,))]
 
 
 @pytest.mark.parametrize(("kind", "holders"), in_lanes(CACHES, fast=CACHES[:1]), ids=str)
@@ -37,7 +36,7 @@ def test_engine_texts_are_as_each_alone(kind, holders):
             results.append(result)
             if waiting:
                 engine.submit(waiting.pop(0))
-        assert compiled() == 0 or kind is RUNS  # defragmentation compiles when it is needed
+        assert compiled() == 0
     results.sort(key=lambda result: result.id)
     assert_as_alone(results, requests, cache=replace(servers.ALONE, windows=kind.windows).make())
     assert_only_kept(engine)
@@ -271,18 +270,6 @@ def test_can_hold_is_exact_for_windows(rule, streams):
                     refused |= not plan.ok
                     cache = settle(cache, plan)
         assert refused == (cells < enough)
-
-
-def test_engine_contiguous_closes_gaps(monkeypatch):
-    requests = servers.mixed(24, seed=4)
-    engine = warm(replace(POOL, placement="contiguous"))
-    close_gaps, closed = engine._runner.close_gaps, []
-    patch = monkeypatch.setattr
-    patch(engine._runner, "close_gaps", lambda: closed.append(close_gaps()) or closed[-1])
-    patch(engine._schedule, "preempt", lambda text: pytest.fail("a text gave way"))
-    assert_as_alone(run(engine, requests), requests)
-    assert closed and all(closed)
-    assert_only_kept(engine)
 
 
 @pytest.mark.nightly

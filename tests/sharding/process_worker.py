@@ -144,7 +144,6 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
         "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
         "div": lambda m: jaxkv.seq_div(m, last, 2, -1, divisor=2),
         "another update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
-        "room": lambda m: jaxkv.compact(m, batch=make_batch([1, 2])),
         "keep": lambda m: jaxkv.seq_keep(m, last).cache,
         "clear": jaxkv.clear,
         "fill the first": lambda m: told(m, full, sequences=[0]),

@@ -19,7 +19,7 @@ from jaxkv.recurrent.states import is_occupied
 from tests.cells.pools import texts_of
 from tests.generation.tiny import assert_sound
 from tests.helpers import caches, edit_sequences, reference_caches
-from tests.helpers.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
+from tests.helpers.caches import GROUPS, SMALL, Kind, assert_identical, drawing, drawn
 from tests.helpers.parametrize import in_lanes
 from tests.helpers.steps import settle
 from tests.snapshot.saved import with_numbers
@@ -37,7 +37,7 @@ ONE = replace(SMALL, cells=40, sequences=4)
 FULL = [
     replace(ONE, name="pool"),
     replace(ONE, streams=2, placement="striped:4", name="striped"),
-    replace(ONE, streams=4, placement="contiguous", name="contiguous"),
+    replace(ONE, streams=4, name="split"),
 ]
 WINDOWS = [replace(one, windows=(jaxkv.Window.sliding(3),)) for one in FULL]
 KINDS = [GROUPS, caches.WIDE, caches.WINDOW, FULL[1]]
@@ -158,15 +158,6 @@ def test_load_makes_earlier_plans_and_tables_stale():
 def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves, wanted):
     data = snapshot.save(drawn(saved), sequences=sequences)
     assert drawing(snapshot.load(data, into=drawn(target), sequences=moves)) == wanted
-
-
-def test_load_into_contiguous_needs_a_run():
-    data = snapshot.save(drawn("0{0} 1{0} 2{0}"), sequences=[0])
-    target = drawn("0{1} . . 0{2} . . 1{2} . 2{2} . 3{2} .", RUNS)
-    with pytest.raises(jaxkv.PlanRefusedError, match=r"expected 3 free cells in stream 0 .* got 2"):
-        snapshot.load(data, into=target)
-    loaded = snapshot.load(data, into=target, sequences=[1])
-    assert drawing(loaded).startswith("0{1} 1{1} 2{1} 0{2}")
 
 
 @pytest.mark.core

@@ -44,9 +44,9 @@ def attend_differentiably(
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
     """Compute `attend_by_mask`; hidden keys and values do not affect the derivatives."""
-    # Derivatives multiply keys and values by zeros, and NaN times zero is NaN. Therefore hidden cells
-    # and numbers that are not finite are set to zero, in a copy. Tokens that attend to such a number
-    # get NaN afterwards, as output and as derivative of their queries.
+    # Derivatives multiply keys and values by zeros, and NaN times zero is NaN. Hidden cells and
+    # numbers that are not finite are therefore set to zero, in a copy. A token that attends to such
+    # a number gets NaN afterwards, as its output and as the derivative by its query.
     seen = jnp.any(mask, axis=1)[:, None, :, None]
     k, v = (jnp.where(seen, dequantise(x), 0) for x in (k, v))
     finite = jnp.all(jnp.isfinite(k), axis=3) & jnp.all(jnp.isfinite(v), axis=3)  # [P, K, N]
