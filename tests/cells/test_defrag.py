@@ -26,7 +26,7 @@ def test_defrag_repeated_closes_all_gaps(max_moves):
     for keep in PATTERNS:
         cache = holed(keep)
         before, rounds = texts_of(cache), 0
-        while (plan := jaxkv.defrag_plan(cache, max_moves=max_moves)).pending:
+        while (plan := jaxkv.defrag_plan(cache, max_moves=max_moves)).num_changes:
             cache = settle(cache, plan)
             assert texts_of(cache) == before
             assert not any(cache.check().values())
