@@ -185,8 +185,8 @@ class Plan:
     fits: Sequences that fit together: `reason` is OK. Sequences are added one by one, fewest new
       tokens first, then lowest id. A sequence stays if the batch of the sequences that stayed is
       not refused, with the same `ubatch_size` and `split_by`. If any sequence fits alone, at least
-      one fits. A traced plan of several ubatches, for a cache with a window, has at most
-      one such sequence of the batch.
+      one fits, except that all sequences of a token with the reason DIVERGED are refused. A traced
+      plan of several ubatches, for a cache with a window, has at most one such sequence.
     expected, actual: the required and the actual value for each refused sequence. The values are
       positions or numbers of cells, depending on the reason. The actual number of free cells is
       that of the stream, minus the new tokens of the sequences that fit.
