@@ -1,6 +1,7 @@
 """`pytree_dataclass`, the decorator of the values of this library."""
 
 from dataclasses import MISSING, dataclass, field, fields
+from inspect import get_annotations
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -39,7 +40,7 @@ def pytree_dataclass(cls: C) -> C:
     """
     # JAX compares the names of fields, not classes: it would reuse a program of another class with
     # equal fields. The qualified name is therefore a static field of every instance.
-    cls.__annotations__ = {**cls.__dict__.get("__annotations__", {}), "_class": str}
+    cls.__annotations__ = {**get_annotations(cls), "_class": str}
     cls._class = field(default=cls.__qualname__, repr=False, metadata={"static": True})
     if cls.__repr__ is object.__repr__:
         cls.__repr__ = fields_repr
