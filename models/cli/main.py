@@ -12,19 +12,16 @@ codes:
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import jax
 from platformdirs import user_cache_path
 
 from models.chat.conversation import ChatError
-from models.cli import chat, generate, inspect, plan
 from models.cli.arguments import InputError, parser
 from models.cli.interrupts import watch_interrupts
 from models.cli.screen import note
 from models.errors import ModelError
-
-COMMANDS = {"generate": generate.run, "chat": chat.run, "plan": plan.run, "inspect": inspect.run}
-
 
 MAX_CACHE_BYTES = 10**9
 """Maximum size of the compilation cache; the least recently used programs are deleted."""
@@ -38,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with watch_interrupts() as check_interrupt:
             if getattr(args, "compilation_cache", False):
                 use_compilation_cache()
-            status = COMMANDS[args.command](args, check_interrupt)
+            # A command imports only its own libraries, since imports are much of a start.
+            command = import_module(f"models.cli.{args.command}")
+            status = command.run(args, check_interrupt)
         sys.stdout.flush()
     except (InputError, ModelError, ChatError) as error:
         note(f"error: {error}")
