@@ -81,3 +81,13 @@ def test_errors_say_what_was_expected_what_came_and_what_helps():
     assert len(raised) > 300 and len(odd) == 3, (
         odd
     )  # no such attribute; lines of such reasons, twice
+
+
+def test_functions_have_at_most_60_lines_without_docstrings():
+    lengths = {}
+    for path in (Path(__file__).parents[2] / "jaxkv").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[ast.get_docstring(node) is not None :] or node.body
+                lengths[f"{path.name}:{node.lineno}"] = node.end_lineno - first[0].lineno + 1
+    assert {place: lines for place, lines in lengths.items() if lines > 60} == {}
