@@ -138,7 +138,7 @@ def lives(twin, count, begin):
 
 
 @pytest.mark.parametrize("name", in_lanes(TWINS, core=["window-split"]))
-def test_verbs_match_oracle_all_small_arguments(name):
+def test_edits_match_oracle_all_small_arguments(name):
     twin = TWINS[name]()
     count = twin.kind.sequences
     begin = [2, 3, 4, 5] if name == "states-groups" else None

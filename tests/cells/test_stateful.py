@@ -34,13 +34,13 @@ def run(machine, runs, steps):
     run_state_machine_as_test(machine, settings=options)
 
 
-def test_verbs_match_oracle_of_one_pool():
+def test_edits_match_oracle_of_one_pool():
     run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False), runs=15, steps=20)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=str)
-def test_verbs_match_oracles_in_rows(kind):
+def test_edits_match_oracles_in_rows(kind):
     """All ubatches have one shape, to limit compilation."""
     run(lambda: Verbs(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)
 
@@ -49,19 +49,19 @@ def test_verbs_match_oracles_in_rows(kind):
     "name",
     in_lanes(["hybrid with a window", "groups with a window"], core=["hybrid with a window"]),
 )
-def test_verbs_match_oracles_of_a_hybrid_with_states(name):
+def test_edits_match_oracles_of_a_hybrid_with_states(name):
     run(lambda: StateVerbs(STATES[name]), runs=10, steps=20)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", KINDS)
-def test_verbs_match_oracles_of_every_kind(name):
+def test_edits_match_oracles_of_every_kind(name):
     run(lambda: Verbs(KINDS[name], sets=True), runs=100, steps=20)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", STATES)
-def test_verbs_match_oracles_of_every_kind_with_states(name):
+def test_edits_match_oracles_of_every_kind_with_states(name):
     run(lambda: StateVerbs(STATES[name]), runs=60, steps=40)

@@ -88,7 +88,7 @@ def test_plan_step_any_rows_matches_one_stream(kind):
         np.testing.assert_allclose(*steps, atol=1e-5)
 
 
-def test_sight_reads_a_stream_once_where_all_sequences_have_rows():
+def test_visibility_reads_a_stream_once_where_all_sequences_have_rows():
     cache = TWO.make()
     for count, shape in ((4, (2, 2)), (2, (2, 1))):
         plan = jaxkv.init_batch(cache, make_batch([[1]] * count)).check()

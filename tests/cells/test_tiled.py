@@ -223,7 +223,7 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
 
 
 @core
-def test_sight_has_tiles_in_a_step_alone():
+def test_visibility_has_tiles_in_a_step_alone():
     """A prompt uses the same program as in other pools."""
     for kind, tile in ((TILES, 4), (SCATTERED, None)):
         cache = kind.make()

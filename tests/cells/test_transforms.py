@@ -45,7 +45,7 @@ def item(tree, i):
     return jax.tree.map(lambda x: x[i], tree)
 
 
-def test_verbs_under_jit_and_vmap_equal_calls():
+def test_edits_under_jit_and_vmap_equal_calls():
     caches, last = [lived_in(SMALL, seed) for seed in range(3)], SMALL.sequences - 1
     args = [(0, 1, 1, 3), (last, 0, -1, -1), (last // 2, last, 0, 0)]
     compiled, mapped = jax.jit(everything), jax.jit(jax.vmap(everything))
@@ -57,7 +57,7 @@ def test_verbs_under_jit_and_vmap_equal_calls():
 
 
 @pytest.mark.nightly
-def test_verbs_without_jit_equal_calls():
+def test_edits_without_jit_equal_calls():
     args = (lived_in(SMALL), 0, 1, 1, 3)
     with jax.disable_jit():
         plain = everything(*args)

@@ -209,7 +209,7 @@ def test_plot_cells_has_colours_of_owners(agg):
     assert plot.cells(streams(), given) is given
 
 
-def test_plot_sight_is_the_mask(agg):
+def test_plot_attention_mask_is_the_mask(agg):
     _, step = put(pool(), [[1, 2], [3]], [2, 1])
     ax = plot.attention_mask(step)
     mask = np.asarray(visible_cells_mask(step))[0, :3]

@@ -25,7 +25,7 @@ COUNTING = Constraint(
 ).constrain(BEST)
 
 
-def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
+def test_init_decode_reads_lists_and_asks_nothing_of_empty_texts():
     stops = dict(sampler=BEST, stop_tokens=frozenset([1, 2]))
     first = generation.init_decode(filled(2), logits=[[0.0, 2.0, 1.0]], **stops)
     assert first.tokens.tolist() == [[1]] and not first.state.active.any()
@@ -35,7 +35,7 @@ def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
         assert state.active.tolist() == [limit == 3] * len(ids)
 
 
-def test_begin_pairs_rows_of_logits_with_their_sequences():
+def test_init_decode_pairs_rows_of_logits_with_their_sequences():
     prompts = make_batch([[1, 2], [3]], sequences=[1, 0])
     result = jaxkv.prefill(forward, None, filled(0, 0), prompts)
     assert result.sequences.tolist() == [1, 0] and result.ok
@@ -46,7 +46,7 @@ def test_begin_pairs_rows_of_logits_with_their_sequences():
 
 
 @pytest.mark.parametrize("sampler", ["rule", "penalties"])
-def test_start_and_begin_count_the_first_token(sampler):
+def test_init_decode_of_tokens_or_logits_counts_the_first_token(sampler):
     if sampler == "rule":
         rising = dict(allowed=lambda n: jnp.arange(VOCABULARY) > n, advance=lambda n, token: token)
         sampler = Constraint(first=-1, **rising).constrain(BEST)

@@ -33,7 +33,7 @@ def test_logprobs_large_logits_are_exact():
 
 @pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("sampler", [BEST, WARM], ids=["best", "drawn"])
-def test_begin_broken_logits_end_the_text_by_name(sampler, wrong):
+def test_init_decode_broken_logits_end_the_text_by_name(sampler, wrong):
     cache, _ = prompted(1, 2)
     logits = jnp.array([[0.0, wrong, 1.0, 2.0], [0.0, -jnp.inf, 1.0, 2.0]])
     forked = jaxkv.seq_cp(cache, 0, 1).cache

@@ -105,7 +105,7 @@ def test_answer_full_cache_ends_and_keeps_all(speaker):
     assert back.now.turns == () and cells_of(back.without_prefixes) == (0, CELLS)
 
 
-def test_slide_shared_or_empty_conversation_raises(speaker, twice):
+def test_context_shift_shared_or_empty_conversation_raises(speaker, twice):
     with pytest.raises(ChatError, match="may be shared with b: /drop a conversation"):
         slide(edits.fork(copied(twice), "b"))
     with pytest.raises(ChatError, match="no turn can be removed"):

@@ -83,7 +83,7 @@ def test_undo_full_cache_of_states_goes_back_to_kept():
     assert chat.now.turns[-1].finish == "length" and cells_of(chat.cache)[0] <= CELLS
 
 
-def test_begin_sliding_states_raises():
+def test_context_shift_of_states_raises():
     speaker = Speaker(model=tiny("mamba2"), on_full="slide")
     with pytest.raises(ChatError, match="leave out --on-full slide"):
         speaker.begin(conversations=1, cells=64)

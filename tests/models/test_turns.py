@@ -55,7 +55,7 @@ def test_frame_of_without_first_turn_is_a_conversation(tokenizer, name, system):
     assert rest == tokens_of_turn(tokenizer, [*system, {"role": "user", "content": "Two"}])
 
 
-def test_begin_template_that_leaves_out_messages_raises(speaker):
+def test_turns_of_template_that_leaves_out_messages_raises(speaker):
     bare, template = replace(speaker.model), "{{ messages[-1].content }}"
     vars(bare)["tokenizer"] = replace(speaker.model.tokenizer, render=partial(render, template))
     with pytest.raises(ModelError, match="leaves out messages of a conversation"):

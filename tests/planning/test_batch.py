@@ -138,7 +138,7 @@ def test_window_with_few_cells_takes_ragged_prompts_in_several_ubatches():
 @pytest.mark.parametrize(
     "split_by", ["simple", "sequence", pytest.param("equal", marks=pytest.mark.core)]
 )
-def test_collect_restores_the_order_of_the_batch(split_by):
+def test_gather_outputs_restores_the_order_of_the_batch(split_by):
     """Two sequences are interleaved; each token's logits are its own number."""
     tokens, sequences = np.array([5, 1, 4, 2, 6, 3, 7]), np.array([2, 0, 2, 0, 0, 2, 0])
     outputs = np.array([False, True, True, False, True, True, False])

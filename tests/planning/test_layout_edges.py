@@ -88,7 +88,7 @@ def test_rows_are_not_padded_if_a_part_evicts_cells():
 
 
 @pytest.mark.parametrize("kind", [ROWS, WIDE], ids=str)
-def test_lay_out_batch_cuts_as_told(kind):
+def test_lay_out_batch_cuts_by_split_by(kind):
     assert shapes([3, 2], 8, "sequence", kind) == [(1, 4), (1, 2)]
     assert shapes([3, 2], 8, "equal", kind) == [(2, 2), (1, 1)]
     assert shapes([3, 2], 8, "simple", WIDE) == [(1, 8)]

@@ -74,7 +74,7 @@ VERBS = {
 }
 
 
-def test_verbs_of_unknown_ids_raise_or_change_nothing():
+def test_edits_of_unknown_ids_raise_or_change_nothing():
     cache = filled(4, 3)
     edited = jax.jit(lambda seq: {name: verb(cache, seq) for name, verb in VERBS.items()})
     for divisor in (0, -1):

@@ -146,7 +146,7 @@ def test_plan_outlives_an_edit_of_another_stream(kind):
     assert_identical(after, first)
 
 
-def test_commitment_is_stale_after_an_edit():
+def test_maintenance_plan_is_stale_after_an_edit():
     cache, _ = jaxkv.seq_rm(caches.filled(7), 0, 1, 3)
     moved = jaxkv.seq_add(cache, 0, 3, -1, delta=-2).cache
     moves, update = jaxkv.defrag_plan(cache), jaxkv.init_update(moved)
@@ -163,7 +163,7 @@ def test_commitment_is_stale_after_an_edit():
 
 
 @pytest.mark.parametrize("window", in_lanes([0, 1], fast=[0]))
-def test_commitment_stale_in_one_part_changes_no_part(window):
+def test_maintenance_plan_stale_in_one_part_changes_no_part(window):
     sizes = dict(layers=1, kv_heads=caches.HEADS, head_dim=caches.SIZE, rope=caches.ROPE)
     make = partial(attention_cache, **sizes)
     parts = [(make(cells=16), (0,))]
@@ -185,7 +185,7 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
         assert before.is_current(plan) and not edited.is_current(plan)
 
 
-def test_commitment_stale_in_one_stream_changes_no_stream():
+def test_maintenance_plan_stale_in_one_stream_changes_no_stream():
     cache = drawn("0{0} . 2{0} 3{0} | 0{1} . 2{1} 3{1}", SPLIT)
     moves = jaxkv.defrag_plan(cache)
     assert jnp.sum(moves.length > 0, axis=1).tolist() == [1, 1, 0]

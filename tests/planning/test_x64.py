@@ -61,7 +61,7 @@ def tables_of_life(cache):
 
 
 @pytest.mark.parametrize("name", in_lanes(CACHES, fast=["striped"]))
-def test_verbs_x64_keep_dtypes_and_tables(name):
+def test_edits_x64_keep_dtypes_and_tables(name):
     with jax.enable_x64(True):
         found = tables_of_life(CACHES[name].make())
     for one, other in zip(found, tables_of_life(CACHES[name].make()), strict=True):

@@ -168,7 +168,7 @@ def test_submit_copies_options_and_prompt():
     assert result.tokens.tolist() == wanted.tolist()
 
 
-def test_serve_penalties_count_prompts():
+def test_engine_penalties_count_prompts():
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
     requests = [replace(one, sampling=options) for one in servers.mixed(6, seed=3)]
     engine = servers.engine_of(POOL, sampling_options=options, penalty_last_n=4)
@@ -177,7 +177,7 @@ def test_serve_penalties_count_prompts():
         assert result.tokens.tolist() == tokens.tolist()
 
 
-def test_serve_no_allowed_token_ends_text():
+def test_engine_no_allowed_token_ends_text():
     def mute(params, step):
         step, logits = forward(params, step)
         return step, jnp.full_like(logits, -jnp.inf)

@@ -43,7 +43,7 @@ over_kinds = pytest.mark.parametrize("kind", in_lanes(MAKES, fast=["hybrid"]))
 
 
 @over_kinds
-def test_reuse_in_a_conversation_computes_each_token_once(kind):
+def test_prefix_in_a_conversation_computes_each_token_once(kind):
     server, text = serving(MAKES[kind](), [3]), []
     for turn in range(5):
         text += tokens(4, turn)
@@ -130,7 +130,7 @@ def test_store_knows_the_text_that_a_state_has_seen():
 
 
 @over_kinds
-def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
+def test_prefix_by_5_prompts_holds_common_tokens_once(kind):
     common = tokens(16)
     server = serving(MAKES[kind](), [5], common)
     for seq in range(5):
@@ -140,7 +140,7 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
     assert server.held == cells and server.cache.num_used_cells() == cells + 5 * each
 
 
-def test_reuse_of_a_state_has_seen_the_prefix():
+def test_prefix_of_a_state_has_seen_the_prefix():
     def tell(cache, some, seq):
         return edit_sequences.run(cache, jaxkv.make_batch(some, sequences=seq))
 
@@ -170,7 +170,7 @@ FIND_SLOT = {  # holders; stored texts; a prompt, its match; the texts afterward
 
 
 @pytest.mark.parametrize("case", in_lanes(FIND_SLOT, fast=["Extend", "Used"], core=FIND_SLOT))
-def test_reuse_finds_what_ollama_finds(case):
+def test_prefix_finds_what_ollama_finds(case):
     holders, texts, prompt, wanted, after = FIND_SLOT[case]
     server = serving(POOL.make(), holders, *texts)
     assert server.ask(prompt) == wanted
@@ -179,7 +179,7 @@ def test_reuse_finds_what_ollama_finds(case):
     assert after is None or server.texts == after
 
 
-def test_reuse_needs_what_the_window_of_a_text_shows():
+def test_prefix_needs_what_the_window_of_a_text_shows():
     kind = Kind("", cells=10, sequences=2, windows=(jaxkv.Window.sliding(3),))
     server = serving(kind.make(), [1], range(8))
     server.ask(range(20, 27))  # uses hidden cells of the holder
@@ -189,7 +189,7 @@ def test_reuse_needs_what_the_window_of_a_text_shows():
         assert server.found([*range(8), 50][:asked]) == wanted, asked
 
 
-def test_reuse_needs_a_state_that_is_kept():
+def test_prefix_needs_a_state_that_is_kept():
     server = serving(states(max_rollback=1), [3], range(8))
     for text, wanted in [
         (range(9), (8, Miss.NONE)),
@@ -200,7 +200,7 @@ def test_reuse_needs_a_state_that_is_kept():
         assert server.found(text) == wanted
 
 
-def test_reuse_in_a_hybrid_needs_all_of_its_parts():
+def test_prefix_in_a_hybrid_needs_all_of_its_parts():
     server = serving(hybrid(), [1, 2], range(8))
     assert server.ask([*range(6), 50]) == (0, Miss.NO_STATE)
     assert server.remember(range(6)) is Miss.NO_STATE
@@ -212,7 +212,7 @@ def test_reuse_in_a_hybrid_needs_all_of_its_parts():
     assert server.ask([*range(8), 50]) == (8, Miss.NONE)
 
 
-def test_reuse_tells_evicted_from_unknown_and_lost():
+def test_prefix_tells_evicted_from_unknown_and_lost():
     server = serving(POOL.make(), [3], [1, 2, 3], [5, 6])
     assert server.texts == [[5, 6]]
     assert server.found([1, 2]) == (0, Miss.EVICTED)
@@ -251,7 +251,7 @@ def test_remember_in_groups_prefers_holders_of_the_stream():
     assert drawing(server.cache).startswith("0{0,1} 1{0,1} 2{1} 2{0} |")
 
 
-def test_reuse_copy_without_room_is_a_miss():
+def test_prefix_copy_without_room_is_a_miss():
     server = serving(GROUPS.make(), [1], range(8))
     server.go_on(range(20, 28), seq=3)
     assert server.cache.table.spec.has_shared_streams
@@ -288,7 +288,7 @@ RANDOM = {
 @pytest.mark.parametrize("kind", in_lanes(RANDOM, fast=["hybrid"]))
 @settings(max_examples=20)
 @given(data=st.data())
-def test_reuse_random_prompts_matches_computed(kind, data):
+def test_prefix_random_prompts_matches_computed(kind, data):
     cache = RANDOM[kind]()
     max_new_tokens = data.draw(st.sampled_from([None, 6, 12]))
     server = Server(cache, PrefixStore(cache, sequences=[1, 5], cells=max_new_tokens))

@@ -35,7 +35,7 @@ from tests.sharding.tiny import assert_close
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_random_verbs_on_mesh_match_oracle(kind):
+def test_random_edits_on_mesh_match_oracle(kind):
     """Tokens of several sequences have no rows, so they compile more programs."""
     sets = kind.name in ("window", "striped-window")
     options = dict(counts=(3, 7), moves=(2, 2), sets=sets, in_rows=kind.streams > 1 and not sets)
@@ -60,7 +60,7 @@ STATES = {
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", STATES)
-def test_random_verbs_of_states_on_mesh_match_oracle(name):
+def test_random_edits_of_states_on_mesh_match_oracle(name):
     options, axes = STATES[name]
     with jax.set_mesh(mesh_of(**axes)):
         run(lambda: StateVerbs(dict(sequences=4) | options), runs=6, steps=30)
@@ -106,7 +106,7 @@ def edited(params, cache):
 
 
 @pytest.mark.parametrize("mode, streams, axes", in_lanes(MODES, core=MODES[:1]), ids=str)
-def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
+def test_edits_and_steps_on_mesh_match_one_device(mode, streams, axes):
     cells, rope = 16 if streams == 1 else 12, jaxkv.Rope.make(4, base=100.0)  # all shares are used
     plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
     wanted = edited(tiny.params(), plain)

@@ -91,6 +91,6 @@ def test_loops_on_mesh_match_one_device(story, kind, modes):
     check(story, KINDS[kind], modes)
 
 
-def test_beam_slide_extend_on_mixed_mesh_match_one_device():
+def test_beam_context_shift_self_extend_on_mixed_mesh_match_one_device():
     kind = "a", {"streams": 2, "rope": jaxkv.Rope.make(4)}
     check(after_beams_and_slides, kind, (EXPLICIT[0], AUTO[0], EXPLICIT[0]))

@@ -64,7 +64,7 @@ def extended_by_hand(cache, seq, done, group, width):
 
 
 @pytest.mark.parametrize("kind", in_lanes([POOL, TWO, SPLIT], [POOL], [SPLIT]), ids=str)
-def test_slide_equals_the_verbs_by_hand(kind):
+def test_context_shift_equals_edits_by_hand(kind):
     cache = told(3, 8, kind=kind)
     for keep, drop in ((1, 3), (0, 2), (2, 5), (7, 1)):
         after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
@@ -75,7 +75,7 @@ def test_slide_equals_the_verbs_by_hand(kind):
         assert jaxkv.init_batch(after, one_more(sequences=1), ubatch_size=4).ok
 
 
-def test_slide_short_sequence_changes_nothing():
+def test_context_shift_short_sequence_changes_nothing():
     cache = jax.tree.map(jnp.copy, jaxkv.seq_add(told(3, 8), 0, 0, -1, delta=2).cache)
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
         for donate in (False, True):
@@ -85,7 +85,7 @@ def test_slide_short_sequence_changes_nothing():
             assert_identical(after, cache)  # not donated
 
 
-def test_slide_cells_that_another_sequence_shares_are_not_moved():
+def test_context_shift_cells_that_another_sequence_shares_are_not_moved():
     for first, last, ok in ((0, 2, True), (0, 5, True), (0, 6, False), (6, 8, False)):
         shared = jaxkv.seq_cp(told(8), 0, 2, first, last).cache
         after, found = generation.context_shift(shared, 0, num_keep=2, num_discard=3)
@@ -95,7 +95,7 @@ def test_slide_cells_that_another_sequence_shares_are_not_moved():
 
 
 @core
-def test_slide_does_not_show_what_a_window_let_go_of():
+def test_context_shift_does_not_show_what_a_window_let_go_of():
     kind = Kind("window", cells=8, sequences=2, windows=(jaxkv.Window.sliding(5),))
     cache = told(16, kind=kind)
     for keep, drop, wanted in ((2, 12, False), (0, 16, True), (2, 4, True)):
@@ -106,7 +106,7 @@ def test_slide_does_not_show_what_a_window_let_go_of():
         assert jaxkv.init_batch(after, one_more(), ubatch_size=4).ok
 
 
-def test_slide_wrong_traced_numbers_change_nothing():
+def test_context_shift_wrong_traced_numbers_change_nothing():
     def slid(cache, seq, keep, drop):
         return generation.context_shift(cache, seq, num_keep=keep, num_discard=drop)
 
@@ -126,7 +126,7 @@ LISTS = [
 
 
 @pytest.mark.parametrize(("ids", "keep", "drop", "granted"), LISTS)
-def test_slide_of_a_list_equals_the_loop(ids, keep, drop, granted):
+def test_context_shift_of_a_list_equals_the_loop(ids, keep, drop, granted):
     pending, ok = jaxkv.seq_add(told(6, 8, 2), 1, 0, -1, delta=2)
     for cache in (told(6, 8, 2), pending):
         after = cache
@@ -149,7 +149,7 @@ def test_slide_of_a_list_equals_the_loop(ids, keep, drop, granted):
 
 
 @core
-def test_slide_of_8_sequences_runs_one_program_on_the_table():
+def test_context_shift_of_8_sequences_runs_one_program_on_the_table():
     cache = with_numbers(Kind("eight", cells=7, sequences=8, streams=8).make())
     batch = make_batch(np.ones((8, 5), int))
     cache = settle(cache, jaxkv.init_batch(cache, batch))
@@ -196,7 +196,7 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
 
 
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
-def test_extend_equals_the_verbs_by_hand(group, width):
+def test_self_extend_equals_edits_by_hand(group, width):
     cache = told(3, 16)
     after, ok, done = generation.self_extend(cache, 1, 0, group=group, width=width)
     wanted, expected = extended_by_hand(cache, 1, 0, group, width)
