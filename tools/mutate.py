@@ -74,7 +74,7 @@ KNOWN_BY = {
     "plan_reasons batch step sets streams window recurrent stale_plans stateful sources "
     "every_argument loop_contract",
     "jaxkv/generation/*.py": "loop_edges loop_contract loop_arguments nothing attention_layers "
-    "decode generate prefill sampling logits score sliding beams compiles_once",
+    "decode generate prefill sampling logits score context_shift beams compiles_once",
     "jaxkv/generation/speculative/*.py": "speculation_edges speculation speculation_models "
     "loop_contract loop_arguments nothing",
     "jaxkv/serving/*.py": "batching_edges batching batching_store prefix loop_arguments",
