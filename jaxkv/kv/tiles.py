@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, search_sorted
 from jaxkv.core.constants import END
-from jaxkv.kv.cells import WORD, Cells, is_cell_empty, locate_owner_bit
+from jaxkv.kv.cells import WORD, Cells, is_cell_empty
 from jaxkv.kv.eviction import is_evictable
 
 if TYPE_CHECKING:
@@ -63,16 +63,18 @@ def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
 
 def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
     """Choose slots for a ubatch with `choose_for_list`; a token without a cell gets the slot N."""
-    unseen = None if cells.window is None else is_evictable(cells)
-    pool = StreamCells(cells.owners, is_cell_empty(cells), unseen, cells.position)
-    _, word, bit = locate_owner_bit(cells, ubatch.sequences)
-    sequences, valid = word * WORD + bit.astype(jnp.int32), ubatch.valid
+    evictable = None if cells.window is None else is_evictable(cells)
+    pool = StreamCells(cells.owners, is_cell_empty(cells), evictable, cells.position)
+    _, sequences = divmod_nonnegative(ubatch.sequences, cells.sequences_per_stream)
+    valid = ubatch.valid
     if all_streams:
         sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))
-    else:  # each row is a list with all tokens of the row's stream
-        beside = ubatch.row_stream[:, None] == ubatch.row_stream[None]
+    else:
+        # The list of a row has all tokens of the row's stream, because they share its free cells.
+        # Only the slots of the row's own tokens are read. Axes of `valid`: list, row, token.
+        same_stream = ubatch.row_stream[:, None] == ubatch.row_stream[None]
         pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
-        valid = (beside[..., None] & valid[None]).reshape(len(valid), -1)
+        valid = (same_stream[..., None] & valid[None]).reshape(len(valid), -1)
         sequences = jnp.broadcast_to(sequences.reshape(1, -1), valid.shape)
     slots = jax.vmap(partial(choose_for_list, count=cells.sequences_per_stream))(
         pool, sequences, valid
@@ -103,44 +105,49 @@ def choose_for_list(
     tiles, lowest first, are assigned to sequences in the order of sequence ids.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
-    in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
-    sequence, is_valid = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
-    first = search_sorted(sequence, sequence)
-    turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # among the tokens of its sequence
+    # Tokens are in the order of sequences, padding last. `rank` counts the tokens of one sequence.
+    sequence = jnp.where(valid, sequences, count)
+    order = jnp.argsort(sequence, stable=True)
+    sequence, is_valid = sequence[order], valid[order]
+    rank = jnp.arange(sequence.size, dtype=jnp.int32) - search_sorted(sequence, sequence)
     demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, **DROP)
 
-    flags = pool.free.reshape(-1, size)
-    num_empty = jnp.sum(flags, axis=1, dtype=jnp.int32)  # in each tile
-    empty, owner = num_empty == size, _sole_owner(pool.owners, size, count)
-    short = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, **DROP), 0)
-    heirs = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
-    heir = search_sorted(heirs, jnp.cumsum(empty, dtype=jnp.int32))
-    owner = jnp.where(empty, heir, owner)  # U or more if a tile has no owner
+    is_free = pool.free.reshape(-1, size)  # [M, cells of a tile]
+    num_empty = jnp.sum(is_free, axis=1, dtype=jnp.int32)
+    is_tile_empty, owner = num_empty == size, _sole_owner(pool.owners, size, count)
+    # A sequence that lacks cells in its tiles gets ceil(lack / size) empty tiles. The n-th empty
+    # tile goes to the first sequence up to which at least n empty tiles are given.
+    lack = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, **DROP), 0)
+    given = jnp.cumsum(divmod_nonnegative(lack + (size - 1), size)[0], dtype=jnp.int32)
+    next_owner = search_sorted(given, jnp.cumsum(is_tile_empty, dtype=jnp.int32))
+    owner = jnp.where(is_tile_empty, next_owner, owner)  # U or more if a tile has no owner
     room = jnp.zeros_like(demand).at[owner].add(num_empty, **DROP)
 
     # Tiles in the order of sequences; used tiles of a sequence come before its empty tiles.
-    by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
+    by_owner = jnp.argsort(2 * owner + is_tile_empty, stable=True).astype(jnp.int32)
     start = _get_or_zero(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
-    is_own = is_valid & (turn < _get_or_zero(room, sequence))
-    tile, number = _locate_nth(num_empty[by_owner], start + turn)
+    is_own = is_valid & (rank < _get_or_zero(room, sequence))
+    tile, number = _locate_nth(num_empty[by_owner], start + rank)
     tile = jnp.where(is_own, _get_or_zero(by_owner, tile), num_empty.size)
     num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, **DROP)
-    further = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1
-    other_tile, beyond = _locate_nth(num_empty, further)
-    # The lowest empty cells of each tile are used first, so the remaining cells follow them.
-    total = jnp.sum(flags, axis=1, dtype=jnp.int32)
-    number = jnp.where(is_own, number, _get_or_zero(total - num_empty, other_tile) + beyond)
+    # The other tokens, numbered from 0, take the remaining cells of all tiles. These follow the
+    # `num_taken` lowest empty cells of their tile.
+    other = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1
+    other_tile, number_in_rest = _locate_nth(num_empty, other)
+    num_taken = jnp.sum(is_free, axis=1, dtype=jnp.int32) - num_empty
+    number = jnp.where(is_own, number, _get_or_zero(num_taken, other_tile) + number_in_rest)
     tile = jnp.where(is_own, tile, other_tile)
 
-    before = jnp.cumsum(flags.at[tile].get(**FILL, fill_value=False), axis=1)
-    cell = tile * size + jnp.argmax(before > number[:, None], axis=1).astype(jnp.int32)
+    # Empty cell n of a tile is the first one up to which the tile has more than n empty cells.
+    num_up_to = jnp.cumsum(is_free.at[tile].get(**FILL, fill_value=False), axis=1)
+    cell = tile * size + jnp.argmax(num_up_to > number[:, None], axis=1).astype(jnp.int32)
     if pool.evictable is not None:
         by_position = jnp.argsort(jnp.where(pool.evictable, pool.position, END), stable=True)
-        nth = further - jnp.sum(num_empty, dtype=jnp.int32)
-        hidden_one = jnp.where(nth < jnp.sum(pool.evictable), _get_or_zero(by_position, nth), cells)
-        cell = jnp.where(tile == num_empty.size, hidden_one.astype(jnp.int32), cell)
+        nth = other - jnp.sum(num_empty, dtype=jnp.int32)
+        evicted = jnp.where(nth < jnp.sum(pool.evictable), _get_or_zero(by_position, nth), cells)
+        cell = jnp.where(tile == num_empty.size, evicted.astype(jnp.int32), cell)
     cell = jnp.where(is_valid, cell, cells)
-    return jnp.zeros_like(cell).at[in_turn].set(cell, unique_indices=True)
+    return jnp.zeros_like(cell).at[order].set(cell, unique_indices=True)
 
 
 def _get_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -149,12 +156,14 @@ def _get_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
     """Return the only owner of each tile, `[M]`; U or more for no owner or several owners."""
+    # A tile has one owner if one bit is set in the union of its cells' owner words. `clz` is
+    # 31 - bit for the word of this bit, and 32 for the other words; the remainder of 32 is 0.
     words = owners.reshape(owners.shape[0], -1, size)
     words = jax.lax.reduce(words, jnp.uint32(0), jax.lax.bitwise_or, (2,))  # [W, M]
-    alone = jnp.sum(jax.lax.population_count(words), axis=0) == 1
+    is_sole = jnp.sum(jax.lax.population_count(words), axis=0) == 1
     word = jnp.argmax(words != 0, axis=0).astype(jnp.int32)
     bit = (WORD - 1) - jnp.max(jax.lax.clz(words).astype(jnp.int32) % WORD, axis=0)
-    return jnp.where(alone, word * WORD + bit, count)
+    return jnp.where(is_sole, word * WORD + bit, count)
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
