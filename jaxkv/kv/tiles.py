@@ -70,8 +70,8 @@ def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Ar
     if all_streams:
         sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))
     else:
-        # The list of a row has all tokens of the row's stream, since they take cells together;
-        # below, each row takes the slots of its own tokens. Axes of `valid`: list, row, token.
+        # The list of a row has all tokens of the row's stream, because they share its free cells.
+        # Only the slots of the row's own tokens are read. Axes of `valid`: list, row, token.
         same_stream = ubatch.row_stream[:, None] == ubatch.row_stream[None]
         pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
         valid = (same_stream[..., None] & valid[None]).reshape(len(valid), -1)
