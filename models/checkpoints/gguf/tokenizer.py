@@ -95,12 +95,10 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
             f"(SentencePiece), got {kind!r}; give another model."
         )
     tokens, pre = get.required("tokens", _TEXTS), get("pre", default="default")
-    # llama.cpp has default ids for SentencePiece vocabularies alone.
-    bos_default, eos_default = (1, 2) if kind == "llama" else (None, None)
-    bos = get("bos_token_id", TOKEN, bos_default)
+    bos = _special_id(get, "bos", kind)
     adds_bos = get("add_bos_token", FLAG, kind == "llama" or pre in _LLAMA_3)
     fields = {
-        "eos": get("eos_token_id", TOKEN, eos_default),
+        "eos": _special_id(get, "eos", kind),
         "prefix": (bos,) if bos is not None and adds_bos else (),
         "render": None
         if template is None
@@ -116,11 +114,16 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     return _pieces(get, tokens, types, **fields)
 
 
+def _special_id(get: Metadata, name: str, kind: str) -> int | None:
+    # llama.cpp has default ids for SentencePiece vocabularies alone.
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}
+    return get(f"{name}_token_id", TOKEN, defaults.get(name))
+
+
 def _token_variables(get: Metadata, tokens: list[str], kind: str) -> dict[str, str]:
     """Return the variables of a chat template that contain tokens, such as `bos_token`."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
-    defaults = {"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {}
-    ids = {name: get(f"{key}_token_id", TOKEN, defaults.get(name)) for key, name in names.items()}
+    ids = {name: _special_id(get, key, kind) for key, name in names.items()}
     return {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
 
 
@@ -182,7 +185,7 @@ def _pieces(get: Metadata, tokens: list[str], types: list[int], **fields: Any) -
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     scores = _for_each_token(get, "scores", number(-1e30, 1e30), 0.0, len(tokens))
-    unknown = get("unknown_token_id", TOKEN, 0)
+    unknown = _special_id(get, "unknown", "llama")
     space_first = get("add_space_prefix", FLAG, True)
     proto = ModelProto()
     for id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
