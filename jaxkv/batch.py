@@ -121,13 +121,13 @@ def make_batch(
     Returns:
       A `Batch`: arrays `[B]` for a list (lists of a list of lists are concatenated), or arrays
       `[R, T]` for rows. The fields `positions` and `outputs` are None if they were not passed; only
-      `init_batch` chooses their defaults, and checks whether the cache has the sequence ids.
+      `init_batch` sets their defaults, and checks whether the cache has the sequence ids.
 
     Raises:
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.
       ValueError: If a list in a list of lists is empty.
       ValueError: If a list or a NumPy array has a negative token id where `valid` is True. For such
-        a JAX array, `init_batch` refuses the sequence with `Reason.NEGATIVE_TOKEN`.
+        a JAX array, the plan of the sequence has the reason `NEGATIVE_TOKEN`.
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.

@@ -35,9 +35,10 @@ def apply(
 
     A ubatch changes the table. The result is a `Step`: a model passes the step to `attend` and
     `write_states`, which write the buffers. The plan of an update (`init_update`) or of a defrag
-    (`defrag_plan`) changes table and buffers, and the result is the next cache. A refused plan
-    (`Plan.ok` is False) or a stale plan (see `Cache.is_current`) has no effect: the result is an
-    equal cache, or a step whose `cache` is equal after all layers.
+    (`defrag_plan`) changes table and buffers, and the result is the next cache.
+
+    A refused plan (`Plan.ok` is False) or a stale plan (see `Cache.is_current`) has no effect. The
+    result is then an equal cache, or a step whose `cache` is equal after all layers.
 
     Args:
       cache: any cache.

@@ -11,7 +11,7 @@ from jaxkv.core.repr import fields_repr
 C = TypeVar("C", bound=type)
 
 
-def static_field(default: Any = MISSING) -> Any:
+def static_field(*, default: Any = MISSING) -> Any:
     """Return a dataclass field that is part of the tree structure, not a leaf; it must be hashable.
 
     A program that `jax.jit` compiled is reused only for equal static fields.

@@ -19,7 +19,6 @@ from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_count, check_shape
-from jaxkv.draw.cell_view import CellView
 from jaxkv.draw.text import draw_states
 from jaxkv.recurrent import copy as copies
 from jaxkv.recurrent import slots, states
@@ -78,6 +77,7 @@ class StateTable(States, CacheTable):
     choose_slots = slots.choose_slots
     occupy = slots.occupy
     seq_rm = states.seq_rm
+    view_cells = states.view_cells
     seq_cp = copies.seq_cp
     can_seq_cp = copies.can_seq_cp
     seq_select = copies.seq_select
@@ -120,10 +120,6 @@ class StateTable(States, CacheTable):
             "max_rollback": self.position.shape[-1] - 1,
         }
         return format_sizes("recurrent", sizes, self.position.shape[:-2], self, buffers)
-
-    def view_cells(self) -> CellView:
-        """Return the cells; all arrays must be NumPy arrays."""
-        return states.view_cells(self)
 
     def to_text(self, width: int | None) -> str:
         """Draw the positions of the states; all arrays must be NumPy arrays."""
