@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.validate import check_count
-from jaxkv.ops.mla import ValueSlice
+from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
 from jaxkv.window import Window
 

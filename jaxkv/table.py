@@ -16,7 +16,7 @@ from jaxkv.core.array_utils import is_traced, nbytes
 from jaxkv.core.partitioning import Partitioned
 from jaxkv.core.repr import format_bytes
 from jaxkv.draw.cell_view import CellView
-from jaxkv.ops.quantised import Quantised
+from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.plan import Reason
 from jaxkv.spec import check_spec
 from jaxkv.ubatch import Ubatch

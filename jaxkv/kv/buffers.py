@@ -24,10 +24,10 @@ from jaxkv.core.partitioning import (
     to_local_index,
 )
 from jaxkv.core.pytree import pytree_dataclass, static_field
-from jaxkv.ops.head_rows import join_heads
-from jaxkv.ops.layer_stack import LayerView, flatten_layers, make_layer_view, map_arrays
-from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import Stored, dequantised_dtype, quantise_like
+from jaxkv.ops.storage.head_rows import join_heads
+from jaxkv.ops.storage.latent import Values, ValueSlice
+from jaxkv.ops.storage.layer_stack import LayerView, flatten_layers, make_layer_view, map_arrays
+from jaxkv.ops.storage.quantised import Stored, dequantised_dtype, quantise_like
 from jaxkv.rope import NotGiven, Rope
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Buffers:
 
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
       L + l is stream s of layer l. The key of a cell at position p with shift d is rotated for
-      position p - d. If n heads share a row (`ops.head_rows`), K becomes K / n, and D becomes the
-      size of a row.
+      position p - d. If n heads share a row (`ops.storage.head_rows`), K becomes K / n, and D
+      becomes the size of a row.
     v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`.
     ropes: Rotary embedding of each layer's keys, static; None for keys without rotation, `NotGiven`
       if the cache was made without `rope=`.
@@ -100,7 +100,7 @@ class Buffers:
 
     @property
     def heads_per_row(self) -> int:
-        """Number of heads in a row of an array, see `ops.head_rows`."""
+        """Number of heads in a row of an array, see `ops.storage.head_rows`."""
         return self.head_sizes[0].kv_heads // self.k[0].shape[-3]
 
     def layer(self, number: int | jax.Array) -> LayerKV:

@@ -41,7 +41,7 @@ from jaxkv.kv.cells import (
     is_sequence,
 )
 from jaxkv.kv.shift import CHUNK
-from jaxkv.ops.layer_stack import map_arrays
+from jaxkv.ops.storage.layer_stack import map_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree

@@ -53,7 +53,7 @@ from jaxkv.kv.cells import seq_cp as share
 from jaxkv.kv.sharded import map_streams
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
-from jaxkv.ops.layer_stack import map_arrays
+from jaxkv.ops.storage.layer_stack import map_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree

@@ -27,7 +27,7 @@ from jaxkv.kv.cells import C, Cells, is_cell_empty
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.tiles import tile_size
-from jaxkv.ops.layer_stack import map_arrays
+from jaxkv.ops.storage.layer_stack import map_arrays
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
 

@@ -39,10 +39,10 @@ from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
 from jaxkv.ops.attention.dispatch import Implementation
 from jaxkv.ops.attention.softmax import AttentionOptions, make_options, merge_over_devices
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
-from jaxkv.ops.head_rows import pad_queries, split_rows_of_cells, take_own_heads
-from jaxkv.ops.layer_stack import LayerView, gather_streams
-from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import codes_and_scales, dequantise
+from jaxkv.ops.storage.head_rows import pad_queries, split_rows_of_cells, take_own_heads
+from jaxkv.ops.storage.latent import ValueSlice
+from jaxkv.ops.storage.layer_stack import LayerView, gather_streams
+from jaxkv.ops.storage.quantised import codes_and_scales, dequantise
 from jaxkv.step import Step, mask_step_rows, step_partition_specs, without_buffers
 from jaxkv.table import KVView
 from jaxkv.ubatch import CrossAttentionSlots, Ubatch, row_mesh_axes

@@ -17,9 +17,9 @@ from jaxkv.kv.buffers import Buffers, HeadSizes
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_tile_multiple
-from jaxkv.ops.head_rows import LANES
-from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import Stored, make_stored_zeros
+from jaxkv.ops.storage.head_rows import LANES
+from jaxkv.ops.storage.latent import ValueSlice
+from jaxkv.ops.storage.quantised import Stored, make_stored_zeros
 from jaxkv.window import num_cells_for_window
 
 MIN_SEQUENCES_IN_TILES = 8

@@ -39,10 +39,10 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.eviction import accept_edit
-from jaxkv.ops.head_rows import join_heads, split_stored_rows
-from jaxkv.ops.layer_stack import map_arrays
-from jaxkv.ops.quantised import Stored
-from jaxkv.ops.rotation import rotate_keys
+from jaxkv.ops.storage.head_rows import join_heads, split_stored_rows
+from jaxkv.ops.storage.layer_stack import map_arrays
+from jaxkv.ops.storage.quantised import Stored
+from jaxkv.ops.storage.rotation import rotate_keys
 from jaxkv.plan import Reason
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.spec import TableSpec

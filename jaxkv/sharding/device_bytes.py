@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from jaxkv.core.types import AnyMesh
-    from jaxkv.ops.mla import Values
-    from jaxkv.ops.quantised import Stored
+    from jaxkv.ops.storage.latent import Values
+    from jaxkv.ops.storage.quantised import Stored
 
 
 @dataclass(frozen=True, kw_only=True)

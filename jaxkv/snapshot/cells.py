@@ -26,10 +26,10 @@ from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.head_rows import A, join_heads, split_stored_rows
-from jaxkv.ops.layer_stack import map_arrays
-from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import make_stored_zeros
+from jaxkv.ops.storage.head_rows import A, join_heads, split_stored_rows
+from jaxkv.ops.storage.latent import Values, ValueSlice
+from jaxkv.ops.storage.layer_stack import map_arrays
+from jaxkv.ops.storage.quantised import make_stored_zeros
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
@@ -51,7 +51,7 @@ from jaxkv.spec import check_sequences_and_streams
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int, Int32, PyTree, UInt32
 
-    from jaxkv.ops.layer_stack import LayerView
+    from jaxkv.ops.storage.layer_stack import LayerView
     from jaxkv.rope import NotGiven, Rope
     from jaxkv.snapshot.description import CellDescription
     from jaxkv.snapshot.parts import Fill

@@ -28,7 +28,7 @@ from jaxkv.snapshot.parts import SequenceMap
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from jaxkv.ops.layer_stack import LayerView
+    from jaxkv.ops.storage.layer_stack import LayerView
     from jaxkv.snapshot.description import Json
     from jaxkv.snapshot.parts import SlotAssignment
 

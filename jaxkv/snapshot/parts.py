@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxkv.ops.layer_stack import is_layer_view
+from jaxkv.ops.storage.layer_stack import is_layer_view
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.table import CacheTable
 from jaxkv.window import Window

@@ -15,9 +15,9 @@ from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.bias import PositionBias
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.layer_stack import is_layer_view, make_layer_view, map_arrays
-from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import dequantise, make_stored_zeros, quantise_like
+from jaxkv.ops.storage.latent import ValueSlice
+from jaxkv.ops.storage.layer_stack import is_layer_view, make_layer_view, map_arrays
+from jaxkv.ops.storage.quantised import dequantise, make_stored_zeros, quantise_like
 
 LAYER, LAYERS = 1, 3
 """The layer that tests use, and the number of layers of a stacked array."""

@@ -15,7 +15,7 @@ from jaxkv.ops.attention import attention, dispatch, softmax, xla_cpu
 from jaxkv.ops.attention.active_tiles import BLOCK, TILE
 from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.softmax import AttentionOptions
-from jaxkv.ops.mla import ValueSlice
+from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.window import Window
 from tests.attention.formula import PLAIN, case, formula, visible
 from tests.attention.ways import TRITON, WAYS, WEIGH, attended

@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache, sharding
 from jaxkv.kv.buffers import HeadSizes
 from jaxkv.kv.make import choose_heads_per_row, default_lanes
-from jaxkv.ops.mla import ValueSlice
+from jaxkv.ops.storage.latent import ValueSlice
 from tests.generation.tiny import load
 from tests.helpers.meshes import mesh_of
 from tests.helpers.mistakes import assert_raises, mistakes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.ops.quantised import dequantised_dtype
+from jaxkv.ops.storage.quantised import dequantised_dtype
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache, recurrent_cache
 from tests.helpers.parametrize import in_lanes

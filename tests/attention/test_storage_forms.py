@@ -16,9 +16,9 @@ from jax.sharding import AxisType
 import jaxkv
 from jaxkv import make_batch, snapshot
 from jaxkv.cache import merge
-from jaxkv.ops.head_rows import split_rows_of_cells
-from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import dequantise, make_stored_zeros, quantise_like
+from jaxkv.ops.storage.head_rows import split_rows_of_cells
+from jaxkv.ops.storage.latent import ValueSlice
+from jaxkv.ops.storage.quantised import dequantise, make_stored_zeros, quantise_like
 from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import file_bytes
@@ -140,7 +140,7 @@ def told(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
 
 
 ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
-"""Error bounds for keys of up to 4 after a rotation, see `jaxkv.ops.rotation`."""
+"""Error bounds for keys of up to 4 after a rotation, see `jaxkv.ops.storage.rotation`."""
 
 VERBS = [
     lambda m: jaxkv.seq_cp(m, 0, [1, 3], 0, 3).cache,

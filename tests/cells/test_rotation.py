@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Rope
-from jaxkv.ops.quantised import dequantise
+from jaxkv.ops.storage.quantised import dequantise
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import in_lanes
 

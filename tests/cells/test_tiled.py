@@ -14,8 +14,8 @@ from jaxkv.ops.attention.bias import check_bias
 from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import compute_mask
-from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import make_stored_zeros, quantise_like
+from jaxkv.ops.storage.latent import ValueSlice
+from jaxkv.ops.storage.quantised import make_stored_zeros, quantise_like
 from jaxkv.window import Window
 from tests.helpers import hlo
 from tests.helpers.caches import TILES, attention_cache, drawing, drawn

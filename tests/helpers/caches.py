@@ -23,9 +23,9 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible_cells_mask
-from jaxkv.ops.head_rows import split_rows_of_cells
-from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import Quantised, Stored, dequantise
+from jaxkv.ops.storage.head_rows import split_rows_of_cells
+from jaxkv.ops.storage.latent import ValueSlice
+from jaxkv.ops.storage.quantised import Quantised, Stored, dequantise
 from jaxkv.window import Window
 from tests.helpers.batch_rules import Side
 from tests.helpers.reference_cache import Content, Fault, Oracle, Place, Plan, Token

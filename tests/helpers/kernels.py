@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.quantised import make_stored_zeros
+from jaxkv.ops.storage.quantised import make_stored_zeros
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 import jaxkv
 from jaxkv.cache import merge
-from jaxkv.ops.mla import ValueSlice
+from jaxkv.ops.storage.latent import ValueSlice
 
 
 def settle(cache, plan, **options):

@@ -30,8 +30,8 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.transforms import fold_vmap, with_derivatives_of
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import Stored
+from jaxkv.ops.storage.latent import Values, ValueSlice
+from jaxkv.ops.storage.quantised import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Num, PyTree

@@ -16,7 +16,7 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.quantised import Quantised, Stored, dequantise
+from jaxkv.ops.storage.quantised import Quantised, Stored, dequantise
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

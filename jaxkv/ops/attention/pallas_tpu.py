@@ -32,9 +32,9 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
-from jaxkv.ops.head_rows import LANES
-from jaxkv.ops.layer_stack import flatten_layers
-from jaxkv.ops.quantised import SCALE_GROUP, Stored, codes_and_scales, has_one_scale
+from jaxkv.ops.storage.head_rows import LANES
+from jaxkv.ops.storage.layer_stack import flatten_layers
+from jaxkv.ops.storage.quantised import SCALE_GROUP, Stored, codes_and_scales, has_one_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree

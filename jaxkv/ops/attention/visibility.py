@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.ops.attention.bias import BiasOfLists, PositionBias
-from jaxkv.ops.layer_stack import gather_streams
+from jaxkv.ops.storage.layer_stack import gather_streams
 from jaxkv.window import Window, can_see, first_seen, last_seen
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from jaxkv.ops.attention.softmax import (
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.quantised import Numbers, Stored, dequantise, qk_logits, weighted_values
+from jaxkv.ops.storage.quantised import Numbers, Stored, dequantise, qk_logits, weighted_values
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float

@@ -21,8 +21,8 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.attention.xla_tiles import AddCells, add_tiles_one_by_one
-from jaxkv.ops.layer_stack import LayerView
-from jaxkv.ops.quantised import Quantised, Stored
+from jaxkv.ops.storage.layer_stack import LayerView
+from jaxkv.ops.storage.quantised import Quantised, Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float

@@ -30,8 +30,8 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.attention.xla_tiles import add_tiles_one_by_one
-from jaxkv.ops.layer_stack import LayerView
-from jaxkv.ops.quantised import Stored, qk_logits, weighted_values
+from jaxkv.ops.storage.layer_stack import LayerView
+from jaxkv.ops.storage.quantised import Stored, qk_logits, weighted_values
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float

@@ -25,8 +25,8 @@ from jaxkv.ops.attention.softmax import (
     group_queries,
 )
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.layer_stack import flatten_layers
-from jaxkv.ops.quantised import Stored
+from jaxkv.ops.storage.layer_stack import flatten_layers
+from jaxkv.ops.storage.quantised import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.ops.quantised import (
+from jaxkv.ops.storage.quantised import (
     Numbers,
     Quantised,
     compute_codes,

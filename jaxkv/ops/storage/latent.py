@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.quantised import Stored
+from jaxkv.ops.storage.quantised import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

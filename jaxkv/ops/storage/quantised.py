@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.pytree import pytree_dataclass
-from jaxkv.ops.layer_stack import LayerView
+from jaxkv.ops.storage.layer_stack import LayerView
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Num, PyTree

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.ops.quantised import Quantised, scale_groups
+from jaxkv.ops.storage.quantised import Quantised, scale_groups
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree

@@ -1,0 +1,1 @@
+"""Forms in which keys and values are stored."""
