@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, turns
-from jaxkv.ops.attention.dispatch import attend
+from jaxkv.ops.attention.dispatch import finalize, partial_attention
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
 
@@ -57,6 +57,12 @@ def torch_side(q: np.ndarray, k: list[np.ndarray], v: list[np.ndarray], group: i
                 torch.nn.functional.scaled_dot_product_attention(query, a, b, enable_gqa=group > 1)
 
     return run
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(q, k, v, visibility, options, implementation=None):
+    """Attend from each list of queries to the stream of the list."""
+    return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
 
 def visibility_of(

@@ -312,13 +312,11 @@ class CacheSpec:
 
 
 def _field_text(value: object) -> str:
-    if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
+    if isinstance(value, tuple) and any(isinstance(x, Rope) for x in value):
         return f"({', '.join(map(_field_text, value))})"
     if isinstance(value, Rope):
         slowest = min(value.frequencies, default=0.0)
         return f"<Rope of {len(value.frequencies)} pairs, slowest {slowest:.3g}>"
-    if isinstance(value, ValueSlice):
-        return f"slice({value.first}, {value.last})"
     return repr(value)
 
 

@@ -7,16 +7,14 @@ from abc import abstractmethod
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, SupportsIndex, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import is_traced, nbytes
+from jaxkv.core.array_utils import dtype_names, is_traced, nbytes
 from jaxkv.core.partitioning import Partitioned
 from jaxkv.core.repr import format_bytes
 from jaxkv.draw.cell_view import CellView
-from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.plan import Reason
 from jaxkv.spec import check_spec
 from jaxkv.ubatch import Ubatch
@@ -480,8 +478,7 @@ def format_sizes(
     kind: str, sizes: dict[str, object], batch: tuple[int, ...], table: Any, buffers: PyTree
 ) -> str:
     """Format the sizes of a cache; `batch` has the leading axes of `vmap`."""
-    leaves = jax.tree.leaves(buffers, is_leaf=lambda x: isinstance(x, Quantised))
-    dtypes = " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
+    dtypes = " and ".join(sorted({*dtype_names(buffers)}))
     shown = {name: size for name, size in sizes.items() if (name, size) != ("streams", 1)}
     shown |= {"batch": batch} if batch else {}
     total = f"{dtypes}, {format_bytes(nbytes((table, buffers)))}"

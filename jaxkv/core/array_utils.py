@@ -34,6 +34,12 @@ def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
+def dtype_names(tree: PyTree) -> list[str]:
+    """Return the dtype name of each array of a tree; a node with an attribute `dtype` is one."""
+    arrays = jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dtype"))
+    return [np.dtype(x.dtype).name for x in arrays]
+
+
 def nbytes(tree: PyTree) -> int:
     """Return the number of bytes of a tree of arrays or of shapes."""
     leaves = jax.tree.leaves(tree)

@@ -24,7 +24,6 @@ from jaxkv.core.partitioning import (
 )
 from jaxkv.kv.buffers import (
     Buffers,
-    Cached,
     KVPartitions,
     copy_cell_run,
     gather_from_any_device,
@@ -41,7 +40,7 @@ from jaxkv.kv.cells import (
     is_sequence,
 )
 from jaxkv.kv.shift import CHUNK
-from jaxkv.ops.storage.layer_stack import map_arrays
+from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree
@@ -151,7 +150,7 @@ def _copy_runs(
         first = jnp.minimum(j * size, share - size)  # the last chunk may overlap
         dst = jnp.where(j * size < count, dst, src)  # chunks past `count` are copied to themselves
 
-        def copy_array(x: Cached, how: AxisPartition) -> Cached:
+        def copy_array(x: CellArray, how: AxisPartition) -> CellArray:
             return copy_cell_run(how, x, src, dst, first, size, count)
 
         return map_arrays(copy_array, arrays, split)
@@ -225,7 +224,7 @@ def _select_cells(
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
         slots = jnp.where(is_copied[:, None] & (slots < count), slots, out_of_range_slots(slots))
 
-        def copy_array(x: Cached, how: AxisPartition) -> Cached:
+        def copy_array(x: CellArray, how: AxisPartition) -> CellArray:
             how = replace(how, cells=())  # cell indices do not change, so shards are independent
             return scatter_local(
                 how,

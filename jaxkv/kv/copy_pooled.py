@@ -27,7 +27,6 @@ from jaxkv.core.partitioning import (
 )
 from jaxkv.kv.buffers import (
     Buffers,
-    Cached,
     KVPartitions,
     gather_from_any_device,
     map_kv,
@@ -53,7 +52,7 @@ from jaxkv.kv.cells import seq_cp as share
 from jaxkv.kv.sharded import map_streams
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
-from jaxkv.ops.storage.layer_stack import map_arrays
+from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
@@ -150,7 +149,7 @@ def _copy_planned_cells(
         )
         source = divmod_nonnegative(gather_sharded(origin, by_streams, stream, rank), size)
 
-        def copy_array(x: Cached, how: AxisPartition) -> Cached:
+        def copy_array(x: CellArray, how: AxisPartition) -> CellArray:
             return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
 
         return map_arrays(copy_array, arrays, split)

@@ -17,7 +17,6 @@ from jaxkv.core.partitioning import AxisPartition
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import (
     Buffers,
-    Cached,
     KVPartitions,
     gather_from_any_device,
     map_kv,
@@ -27,7 +26,7 @@ from jaxkv.kv.cells import C, Cells, is_cell_empty
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.tiles import tile_size
-from jaxkv.ops.storage.layer_stack import map_arrays
+from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
 
@@ -185,7 +184,7 @@ def _move_keys_and_values(
         source, destination = _list_chunk_moves(plan, size, i)
         stream = jnp.arange(len(source))[:, None]
 
-        def move_array(x: Cached, how: AxisPartition) -> Cached:
+        def move_array(x: CellArray, how: AxisPartition) -> CellArray:
             how = replace(how, streams=())  # moves stay within a device's streams
             return scatter_local(
                 how, x, stream, destination, gather_from_any_device(how, x, stream, source)

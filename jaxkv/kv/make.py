@@ -13,13 +13,14 @@ from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.validate import check_count, check_shape
-from jaxkv.kv.buffers import Buffers, HeadSizes
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
+from jaxkv.kv.layer_kv import HeadSizes
 from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_tile_multiple
+from jaxkv.ops.storage.forms import form_of_dtype
 from jaxkv.ops.storage.head_rows import LANES
-from jaxkv.ops.storage.latent import ValueSlice
-from jaxkv.ops.storage.quantised import Stored, make_stored_zeros
+from jaxkv.ops.storage.storage import Stored
 from jaxkv.window import num_cells_for_window
 
 MIN_SEQUENCES_IN_TILES = 8
@@ -131,7 +132,7 @@ def choose_heads_per_row(
     >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]
     [2, 2, 1]
     """
-    if dtype.itemsize == 1 or any(isinstance(layer.values, ValueSlice) for layer in heads):
+    if form_of_dtype(dtype).is_encoded or any(layer.latent for layer in heads):
         return 1
     counts = [layer.kv_heads for layer in heads]
     most = min(lanes // max(max(layer.head_dim, layer.value_dim) for layer in heads), *counts)
@@ -179,22 +180,21 @@ def _zero_buffers(
 ) -> Buffers:
     names = "kv_heads", "head_dim", "value_dim", "rope"
     heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
-    if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
+    head_sizes, form = tuple(map(HeadSizes, heads, keys, values)), form_of_dtype(dtype)
+    if form.is_encoded and any(sizes.latent for sizes in head_sizes):
         raise ValueError(
             f"expected a dtype of 16 bits or more where values are a part of the keys, got "
             f"{jnp.dtype(dtype)}; take bfloat16"
         )
-    head_sizes = tuple(map(HeadSizes, heads, keys, values))
     n = choose_heads_per_row(lanes, head_sizes, dtype, devices)
     shapes = [(streams, count // n, cells) for count in heads]
 
     def row_size(size: int) -> int:
         return -(-n * size // lanes) * lanes
 
-    for shape, key, value in zip(shapes, keys, values, strict=True):
-        check_shape((*shape, row_size(key)), "keys")
-        if not isinstance(value, ValueSlice):
-            check_shape((*shape, row_size(value)), "values")
+    for shape, sizes in zip(shapes, head_sizes, strict=True):
+        check_shape((*shape, row_size(sizes.head_dim)), "keys")
+        check_shape((*shape, row_size(sizes.value_dim)), "values")
     if stacked:
         for name, sizes in zip(names, (heads, keys, values, ropes), strict=True):
             if len(set(sizes)) > 1:
@@ -202,17 +202,16 @@ def _zero_buffers(
                     f"expected the same {name} in all layers for stacked=True, got {sizes}; leave "
                     f"stacked out, and go over the layers in Python"
                 )
-        shapes, keys, values = [(streams * spec.layers, heads[0] // n, cells)], keys[:1], values[:1]
+        shapes = [(streams * spec.layers, heads[0] // n, cells)]
 
     def zeros(shape: tuple[int, int, int], size: int) -> Stored:
-        return make_stored_zeros((*shape, row_size(size)), dtype)
+        return form.zeros((*shape, row_size(size)), dtype)
+
+    arrays = list(zip(shapes, head_sizes, strict=False))  # one pair if layers are stacked
 
     return Buffers(
-        k=tuple(zeros(shape, size) for shape, size in zip(shapes, keys, strict=True)),
-        v=tuple(
-            size if isinstance(size, ValueSlice) else zeros(shape, size)
-            for shape, size in zip(shapes, values, strict=True)
-        ),
+        k=tuple(zeros(shape, sizes.head_dim) for shape, sizes in arrays),
+        v=tuple(sizes.latent or zeros(shape, sizes.value_dim) for shape, sizes in arrays),
         ropes=ropes,
         head_sizes=head_sizes,
         stacked=stacked,

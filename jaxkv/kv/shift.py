@@ -17,11 +17,8 @@ from jaxkv.core.partitioning import first_local_index
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import (
     Buffers,
-    Cached,
     KVPartitions,
-    gather,
     map_kv,
-    scatter,
     stream_cell_axes,
 )
 from jaxkv.kv.cells import (
@@ -39,10 +36,11 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.eviction import accept_edit
-from jaxkv.ops.storage.head_rows import join_heads, split_stored_rows
-from jaxkv.ops.storage.layer_stack import map_arrays
-from jaxkv.ops.storage.quantised import Stored
-from jaxkv.ops.storage.rotation import rotate_keys
+from jaxkv.ops.storage.cell_arrays import gather, scatter
+from jaxkv.ops.storage.forms import storage_of
+from jaxkv.ops.storage.head_rows import join_heads
+from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
+from jaxkv.ops.storage.storage import Stored
 from jaxkv.plan import Reason
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.spec import TableSpec
@@ -274,18 +272,19 @@ def _rotate_keys(
         # Padding of a chunk gets distinct slots past the last cell, since writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
 
-        def read_rows(x: Cached) -> jax.Array:
+        def read_rows(x: CellArray) -> jax.Array:
             return gather(x, stream, slot)
 
-        def write_heads(x: Cached, new: jax.Array) -> Cached:
+        def write_heads(x: CellArray, new: jax.Array) -> CellArray:
             return scatter(x, stream, slot, join_heads(new, heads_per_row, x.shape[-1]))
 
         turned = []
         for k, rope, head_dim in zip(keys, ropes, head_dims, strict=True):
             if isinstance(rope, Rope):
                 rows = map_arrays(read_rows, k)
-                key = split_stored_rows(rows, heads_per_row, head_dim)  # [CHUNK, K, D]
-                key = rotate_keys(key, begin, begin + rotation, rope)
+                key = storage_of(rows).split_rows(heads_per_row, head_dim)  # [CHUNK, K, D]
+                rope = replace(rope, attention_factor=1.0)
+                key = storage_of(key).rotate(begin, begin + rotation, rope)
                 k = map_arrays(write_heads, k, key)
             turned.append(k)
         return tuple(turned)

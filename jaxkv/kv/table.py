@@ -19,8 +19,9 @@ from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.draw.cell_view import CellView
 from jaxkv.draw.text import draw_cells
 from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, sharded, shift, slots
-from jaxkv.kv.buffers import Buffers, shardable_sizes
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
+from jaxkv.kv.layer_kv import shardable_sizes
 from jaxkv.kv.sharded import map_streams_gather
 from jaxkv.plan import Reason
 from jaxkv.rope import NotGiven

@@ -12,8 +12,9 @@ import numpy as np
 from jaxkv.cache import Cache, split
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count
-from jaxkv.kv.buffers import Buffers, HeadSizes, axes_of_queries, shardable_sizes
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
+from jaxkv.kv.layer_kv import LayerKV, shardable_sizes
 from jaxkv.sharding.make import shardings
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from jaxkv.core.types import AnyMesh
-    from jaxkv.ops.storage.latent import Values
-    from jaxkv.ops.storage.quantised import Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,21 +161,18 @@ def _softmax_bytes(
     if not isinstance(part.buffers, Buffers):
         return 0
 
-    def of_layer(k: Stored, v: Values, sizes: HeadSizes) -> int:
-        split = sharding_rules.split(mesh, **shardable_sizes(k, part.buffers.layers_per_array))
+    def of_layer(layer_kv: LayerKV) -> int:
+        split = sharding_rules.split(mesh, **shardable_sizes(layer_kv.keys))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] == 1:
             return 0
-        rows, queries = part.table.spec.sequences // shards["streams"], heads or sizes.kv_heads
-        axes = axes_of_queries(sharding_rules, mesh, k, v, queries, part.buffers.layers_per_array)
+        sizes, rows = layer_kv.sizes, part.table.spec.sequences // shards["streams"]
+        queries = heads or sizes.kv_heads
+        axes = layer_kv.query_axes(sharding_rules, mesh, queries)
         queries //= prod(mesh.shape[axis] for axis in axes)
         return shards["cells"] * rows * queries * (sizes.value_dim + 2) * 4
 
-    layers = part.buffers.map_layers(lambda k, v: (k, v))
-    return sum(
-        of_layer(*layer, sizes)
-        for layer, sizes in zip(layers, part.buffers.head_sizes, strict=True)
-    )
+    return sum(of_layer(part.buffers.layer(i)) for i in range(part.buffers.layers))
 
 
 def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:

@@ -16,20 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import out_of_range_slots, to_host
+from jaxkv.core.array_utils import dtype_names, out_of_range_slots, to_host
 from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
-from jaxkv.kv.buffers import Buffers, gather, scatter
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import empty_fields, incomplete_layers, sequence_bits, with_owners
 from jaxkv.kv.cross_attention import as_source_table
+from jaxkv.kv.layer_kv import LayerKV
 from jaxkv.kv.make import make_attention_cache
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.storage.head_rows import A, join_heads, split_stored_rows
-from jaxkv.ops.storage.latent import Values, ValueSlice
-from jaxkv.ops.storage.layer_stack import map_arrays
-from jaxkv.ops.storage.quantised import make_stored_zeros
+from jaxkv.ops.storage.cell_arrays import gather, scatter
+from jaxkv.ops.storage.forms import form_of_dtype
+from jaxkv.ops.storage.head_rows import A, join_heads
+from jaxkv.ops.storage.latent import ValueSlice
+from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
+from jaxkv.ops.storage.storage import Stored
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
@@ -51,7 +54,6 @@ from jaxkv.spec import check_sequences_and_streams
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int, Int32, PyTree, UInt32
 
-    from jaxkv.ops.storage.layer_stack import LayerView
     from jaxkv.rope import NotGiven, Rope
     from jaxkv.snapshot.description import CellDescription
     from jaxkv.snapshot.parts import Fill
@@ -79,7 +81,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "streams": table.streams,
             "static": static_fields(table),
             "ropes": to_json(buffers.ropes),
-            "latent": buffers.map_layers(lambda _, v: _value_slice_bounds(v)),
+            "latent": [_slice_bounds(sizes.latent) for sizes in buffers.head_sizes],
         }
 
     @staticmethod
@@ -95,19 +97,21 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         shapes = _buffer_shapes(sizes, static, ropes, description["latent"], saved_shape)
         table = CellTable(**empty_fields(stacked_layers=0, **sizes), **static)
 
-        def zeros_as_saved(name: str, shape: Values) -> Values:
-            if isinstance(shape, ValueSlice):
-                return shape
-            return make_stored_zeros(shape.shape, saved_shape(name)[0])
+        def zeros_as_saved(name: str, shape: Any) -> Stored:
+            dtype, _ = saved_shape(name)
+            return form_of_dtype(dtype).zeros(shape.shape, dtype)
 
         k = tuple(zeros_as_saved(f"k.{i}", shape) for i, shape in enumerate(shapes.k))
-        v = tuple(zeros_as_saved(f"v.{i}", shape) for i, shape in enumerate(shapes.v))
+        v = tuple(
+            sizes.latent or zeros_as_saved(f"v.{i}", shape)
+            for i, (sizes, shape) in enumerate(zip(shapes.head_sizes, shapes.v, strict=True))
+        )
         return table, replace(shapes, k=k, v=v)
 
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
         """Return the layers, head sizes, dtypes, window and ropes of a cache."""
-        dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
+        dtypes = dtype_names((buffers.k, buffers.v))
         return {
             "layers": buffers.layers,
             "kv_heads": [layer.kv_heads for layer in buffers.head_sizes],
@@ -146,7 +150,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
 
-        def take_rows(array: Array | LayerView) -> np.ndarray:
+        def take_rows(array: CellArray) -> np.ndarray:
             return take_cells(array, stream, cell, read=gather, size=CHUNK)
 
         return arrays, _read_heads(buffers, take_rows)
@@ -238,14 +242,11 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         """Fill the arrays of all layers, one layer at a time, and return the buffers."""
         called = buffer_names(_unstack_layers(buffers), prefix)
         for i in range(buffers.layers):
-            arrays = map_arrays(fill, buffers.layer(i), (called.k[i], called.v[i]))
-            buffers = buffers.with_layer(i, *arrays)
+            buffers = buffers.with_layer(i, map_arrays(fill, buffers.layer(i), called.layer(i)))
         return buffers
 
     @staticmethod
-    def write_array(
-        array: Array | LayerView, placed: SlotAssignment, new: np.ndarray
-    ) -> Array | LayerView:
+    def write_array(array: CellArray, placed: SlotAssignment, new: np.ndarray) -> CellArray:
         """Write saved keys or values, `[n, K, ...]`, into the array of a layer."""
         where, rows = (
             (placed.streams, placed.cells),
@@ -256,22 +257,18 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
 def _unstack_layers(buffers: Buffers) -> Buffers:
     """Return the buffers with one array for each layer, as in a snapshot."""
-    k, v = zip(*(buffers.layer(i) for i in range(buffers.layers)), strict=True)
+    return _with_layers(buffers, [buffers.layer(i) for i in range(buffers.layers)])
+
+
+def _with_layers(buffers: Buffers, layers: list[LayerKV]) -> Buffers:
+    k, v = tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers)
     return replace(buffers, k=k, v=v, stacked=False)
 
 
-def _read_heads(buffers: Buffers, read: Callable[[Array | LayerView], A]) -> Buffers:
+def _read_heads(buffers: Buffers, read: Callable[[CellArray], A]) -> Buffers:
     """Read the rows of each layer with `read`, and split each row into heads."""
-
-    def heads_of(stored: Values, head_dim: int) -> PyTree:
-        return split_stored_rows(map_arrays(read, stored), buffers.heads_per_row, head_dim)
-
-    rows, sizes = _unstack_layers(buffers), buffers.head_sizes
-    return replace(
-        rows,
-        k=tuple(heads_of(k, of.head_dim) for k, of in zip(rows.k, sizes, strict=True)),
-        v=tuple(heads_of(v, of.value_dim) for v, of in zip(rows.v, sizes, strict=True)),
-    )
+    layers = [buffers.layer(i).map_rows(read) for i in range(buffers.layers)]
+    return _with_layers(buffers, layers)
 
 
 def _owner_words(
@@ -410,9 +407,9 @@ def _occupy_cells(
     return mark_used(rest, slots, new_cells, jax.tree.map(jnp.zeros_like, rest.incomplete))
 
 
-def _value_slice_bounds(v: Values) -> list[int] | None:
-    """If values are slices of keys, return the bounds of the slices; otherwise return None."""
-    return [v.first, v.last] if isinstance(v, ValueSlice) else None
+def _slice_bounds(latent: ValueSlice | None) -> list[int] | None:
+    """Return the bounds of the slice that serves as values; None if values are stored."""
+    return [latent.first, latent.last] if latent else None
 
 
 class SourcePart(CellPart):

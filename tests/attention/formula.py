@@ -15,9 +15,9 @@ from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.bias import PositionBias
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
+from jaxkv.ops.storage.forms import form_of_dtype, storage_of
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.ops.storage.layer_stack import is_layer_view, make_layer_view, map_arrays
-from jaxkv.ops.storage.quantised import dequantise, make_stored_zeros, quantise_like
 
 LAYER, LAYERS = 1, 3
 """The layer that tests use, and the number of layers of a stacked array."""
@@ -97,7 +97,7 @@ def bias_between(visibility: Visibility) -> Any:
 def numbers(stored: Any) -> jax.Array:
     """Return keys or values of all streams as numbers, `[S, K, N, D]`, from any storage form."""
     one = map_arrays(lambda x: x.all[LAYER::LAYERS] if is_layer_view(x) else x, stored)
-    return dequantise(one)
+    return storage_of(one).decode()
 
 
 def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -199,8 +199,8 @@ def case(
     def stored(numbers):
         shape = (streams * (LAYERS if stacked else 1), groups, cells, numbers)
         x = jnp.asarray(rng.normal(size=shape), jnp.float32)
-        like = make_stored_zeros((1,), dtype)
-        x = quantise_like(x, like) if jnp.dtype(dtype).itemsize == 1 else x.astype(dtype)
+        like = storage_of(form_of_dtype(dtype).zeros((1,), dtype))
+        x = like.encode(x.astype(like.decoded_dtype))
         return jax.tree.map(lambda y: make_layer_view(y, LAYER, LAYERS), x) if stacked else x
 
     k = stored(size)

@@ -18,7 +18,7 @@ from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.window import Window
 from tests.attention.formula import PLAIN, case, formula, visible
-from tests.attention.ways import TRITON, WAYS, WEIGH, attended
+from tests.attention.ways import TRITON, WAYS, WEIGH, attend, attended
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
 
@@ -238,7 +238,7 @@ def test_weigh_open_sums_of_parts_join(name):
 def test_attend_unknown_or_unfit_implementation_raises():
     half = {"dtype": "bfloat16", "queries": "bfloat16"}
     for row in mistakes("attention"):
-        assert_raises(*row, globals() | {"half": half})
+        assert_raises(*row, globals() | {"half": half, "attend": attend})
 
 
 MODELS = ("llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma", "mamba2")

@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache, sharding
-from jaxkv.kv.buffers import HeadSizes
+from jaxkv.kv.layer_kv import HeadSizes
 from jaxkv.kv.make import choose_heads_per_row, default_lanes
 from jaxkv.ops.storage.latent import ValueSlice
 from tests.generation.tiny import load

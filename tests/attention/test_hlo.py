@@ -9,9 +9,9 @@ import pytest
 
 import jaxkv
 from jaxkv.ops.attention.active_tiles import BLOCK, TILE
-from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
 from tests.attention.formula import case
+from tests.attention.ways import attend
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache, recurrent_cache
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.ops.storage.quantised import dequantised_dtype
+from jaxkv.ops.storage.forms import storage_of
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache, recurrent_cache
 from tests.helpers.parametrize import in_lanes
@@ -35,7 +35,7 @@ def step(cache, ubatch):
     """The cache operations of a model alone; in a scan where layers are stacked."""
     step = jaxkv.apply(cache, ubatch)
     heads = step.buffers.k[0].shape[1]
-    x = jnp.ones((*step.valid.shape, 2 * heads, SIZE), dequantised_dtype(step.buffers.k[0]))
+    x = jnp.ones((*step.valid.shape, 2 * heads, SIZE), storage_of(step.buffers.k[0]).decoded_dtype)
 
     def of_layer(carry, layer):
         step, x = carry

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
-from tests.attention.ways import TRITON
+from tests.attention.ways import TRITON, attend
 from tests.helpers.caches import attention_cache
 from tests.helpers.pods import Pod
 from tests.helpers.visibility import sight_of_mask

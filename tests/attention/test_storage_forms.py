@@ -16,9 +16,10 @@ from jax.sharding import AxisType
 import jaxkv
 from jaxkv import make_batch, snapshot
 from jaxkv.cache import merge
+from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.head_rows import split_rows_of_cells
 from jaxkv.ops.storage.latent import ValueSlice
-from jaxkv.ops.storage.quantised import dequantise, make_stored_zeros, quantise_like
+from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import file_bytes
@@ -83,7 +84,7 @@ def held(cache):
         if isinstance(half[0], ValueSlice):
             halves.append(halves[0][..., PART])
             continue
-        layers = [jnp.asarray(np.asarray(dequantise(x), np.float32)) for x in half]
+        layers = [jnp.asarray(np.asarray(storage_of(x).decode(), np.float32)) for x in half]
         layers = [split_rows_of_cells(x, cache.buffers.heads_per_row, SIZE) for x in layers]
         layers = [x.reshape(-1, cache.buffers.layers_per_array, *x.shape[1:]) for x in layers]
         halves.append(np.concatenate([x.swapaxes(0, 1) for x in layers]))
@@ -318,12 +319,12 @@ def test_encoded_matches_numpy(size, dtype):
     x *= np.float32(10.0) ** rng.integers(-30, 30, (2, 50, 1))
     x[0, 0], x[0, 1], x[1, 3] = 0, 3e38, -1e-45
     x[0, 2, 0], x[0, 3], x[0, 4, 1] = np.nan, np.nan, -np.inf
-    found = jax.jit(quantise_like)(jnp.asarray(x), make_stored_zeros((1,), dtype))
+    found = jax.jit(Quantised.zeros((1,), dtype).encode)(jnp.asarray(x))
     codes, scales = coded(x, dtype)
     np.testing.assert_array_equal(found.scales, scales)
     np.testing.assert_array_equal(np.asarray(found.codes, np.float32), codes.astype(np.float32))
     assert found.codes.dtype == dtype and found.scales.dtype == jnp.float32
-    read, finite = np.asarray(dequantise(found)), np.isfinite(x).all(-1)
+    read, finite = np.asarray(found.decode()), np.isfinite(x).all(-1)
     assert np.isnan(read[0, 2:5]).all()
     error, limit = np.abs(read - x)[finite], np.abs(x).max(-1, keepdims=True)[finite]
     assert (error <= limit * (0.5 / 127 if dtype == "int8" else 1 / 16) * 1.001 + 1e-38).all()

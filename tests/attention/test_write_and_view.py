@@ -12,7 +12,8 @@ import pytest
 import jaxkv
 from jaxkv.core.partitioning import WHOLE
 from jaxkv.hybrid import compose_hybrid_cache
-from jaxkv.kv.buffers import copy_cell_run, gather, scatter
+from jaxkv.kv.buffers import copy_cell_run
+from jaxkv.ops.storage.cell_arrays import gather, scatter
 from tests.attention.lives import CLOSE, arrays_for, begun, lived_in, seen
 from tests.helpers import caches, edit_sequences
 from tests.helpers.caches import HEADS, LATENT, LAYERS, SMALL, STACKED, assert_identical, lost

@@ -5,9 +5,11 @@ from functools import partial
 import jax
 import pytest
 
+from jaxkv.kv.layer_kv import HeadSizes, make_layer_kv
 from jaxkv.ops.attention import attention, dispatch, pallas_gpu
 from jaxkv.ops.attention.softmax import reset_where_bias_hides_all
 from jaxkv.ops.attention.visibility import compute_mask
+from jaxkv.ops.storage.latent import ValueSlice
 from tests.attention.formula import PLAIN
 
 # jax 0.11 and later warn about Pallas Triton, which the GPU kernel uses.
@@ -21,8 +23,16 @@ def on_masks(q, k, v, visibility, options):
     return attention(q, k, v, compute_mask(visibility), **given)
 
 
+@partial(jax.jit, static_argnames="implementation")
+def attend(q, k, v, visibility, options, implementation=None):
+    """Attend from each list of queries to the stream of the list."""
+    values = v if isinstance(v, ValueSlice) else v.shape[3]
+    layer_kv = make_layer_kv(k, v, HeadSizes(k.shape[1], k.shape[3], values))
+    return dispatch.finalize(layer_kv.attend(q, visibility, options, implementation), q, options)
+
+
 def closing(weigh):
-    """Wrap an implementation as `dispatch.attend` does."""
+    """Wrap an implementation as `attend` does."""
 
     def attend(q, k, v, visibility, options):
         sums = weigh(q, k, v, visibility, options)
@@ -38,9 +48,9 @@ WEIGH = {
     "elsewhere": dispatch.attend_by_shapes,  # neither a CPU nor a kernel
 }
 WAYS = {
-    "default": dispatch.attend,
-    **{name: partial(dispatch.attend, implementation=name) for name in ("tiles", "whole", "xla")},
-    "tpu": partial(dispatch.attend, implementation="pallas"),  # interpreted, as the next one
+    "default": attend,
+    **{name: partial(attend, implementation=name) for name in ("tiles", "whole", "xla")},
+    "tpu": partial(attend, implementation="pallas"),  # interpreted, as the next one
     **{name: closing(weigh) for name, weigh in WEIGH.items()},
     "on masks": on_masks,
 }

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Rope
-from jaxkv.ops.storage.quantised import dequantise
+from jaxkv.ops.storage.forms import storage_of
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import in_lanes
 
@@ -46,7 +46,7 @@ def moved(cache, delta, times=1):
 
 
 def keys_of(cache):
-    return np.asarray(dequantise(cache.buffers.k[0]), np.float64)[0].transpose(1, 0, 2)
+    return np.asarray(storage_of(cache.buffers.k[0]).decode(), np.float64)[0].transpose(1, 0, 2)
 
 
 def test_attend_is_the_same_wherever_a_text_begins():

@@ -11,12 +11,12 @@ import pytest
 import jaxkv
 from jaxkv.kv.tiles import TILE, StreamCells, choose_for_list, tile_size
 from jaxkv.ops.attention.bias import check_bias
-from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import compute_mask
 from jaxkv.ops.storage.latent import ValueSlice
-from jaxkv.ops.storage.quantised import make_stored_zeros, quantise_like
+from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.window import Window
+from tests.attention.ways import attend
 from tests.helpers import hlo
 from tests.helpers.caches import TILES, attention_cache, drawing, drawn
 from tests.helpers.reference_cache import Cell, Oracle, Token, _tiles
@@ -75,7 +75,7 @@ def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
 
 
 def int8(q, k, v, visibility):
-    k, v = (quantise_like(x, make_stored_zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v))
+    k, v = (Quantised.zeros(x.shape, "int8").encode(x) for x in (k, v))
     return q, k, v, visibility
 
 

@@ -23,9 +23,10 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible_cells_mask
+from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.head_rows import split_rows_of_cells
 from jaxkv.ops.storage.latent import ValueSlice
-from jaxkv.ops.storage.quantised import Quantised, Stored, dequantise
+from jaxkv.ops.storage.storage import Stored
 from jaxkv.window import Window
 from tests.helpers.batch_rules import Side
 from tests.helpers.reference_cache import Content, Fault, Oracle, Place, Plan, Token
@@ -309,7 +310,7 @@ def is_latent(buffers: Any) -> bool:
 
 def by_layer(half: Sequence[Stored], buffers: Buffers) -> np.ndarray:
     """Keys or values of all layers, `[L, S, K, N, D]`, integers."""
-    arrays = [jnp.rint(dequantise(x)) if isinstance(x, Quantised) else x for x in half]
+    arrays = [jnp.rint(storage_of(x).decode()) for x in half]
     sizes = buffers.heads_per_row, buffers.head_sizes[0].head_dim
     arrays = [np.asarray(split_rows_of_cells(x, *sizes)) for x in arrays]
     depth = buffers.layers_per_array

@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.storage.quantised import make_stored_zeros
+from jaxkv.ops.storage.forms import form_of_dtype
+from tests.attention.ways import attend
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache
 
@@ -57,7 +57,9 @@ def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
         causal=True,
         all_streams=True,
     )
-    form = jax.eval_shape(partial(make_stored_zeros, (streams, GROUPS, cells, size), dtype))
+    form = jax.eval_shape(
+        partial(form_of_dtype(dtype).zeros, (streams, GROUPS, cells, size), dtype)
+    )
     buffers = jax.tree.map(lambda x: of(x.shape, x.dtype), form)
     of_queries = "bfloat16" if dtype == "int8" else dtype
     return of((streams, tokens, GROUPS * QUERIES, size), of_queries), buffers, buffers, visibility

@@ -30,8 +30,7 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.transforms import fold_vmap, with_derivatives_of
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.storage.latent import Values, ValueSlice
-from jaxkv.ops.storage.quantised import Stored
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Num, PyTree
@@ -220,32 +219,15 @@ IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
 }
 
 
-@partial(jax.jit, static_argnames="implementation")
-def attend(
-    q: Float[Array, "P T H D"],
-    k: Stored,
-    v: Values,
-    visibility: Visibility,
-    options: AttentionOptions,
-    implementation: Implementation | None = None,
-) -> Float[Array, "P T H Dv"]:
-    """Attend from each list of tokens to the stream of the list, in tests and benchmarks."""
-    return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
-
-
 def partial_attention(
     q: Float[Array, "P T H D"],
     k: Stored,
-    v: Values,
+    v: Stored,
     visibility: Visibility,
     options: AttentionOptions,
-    implementation: Implementation | None,
+    implementation: Implementation | None = None,
 ) -> OnlineSoftmax:
     """Return the partial softmax over all cells, without sinks; for arguments see `AttentionFn`."""
-    # If values are slices of the keys, whole keys are weighted, so that no slice is copied.
-    if isinstance(v, ValueSlice):
-        sums = partial_attention(q, k, k, visibility, options, implementation)
-        return sums._replace(out=v.slice_values(sums.out))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"expected an implementation of {get_args(Implementation)}, got {implementation!r}; "

@@ -16,7 +16,8 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.storage.quantised import Quantised, Stored, dequantise
+from jaxkv.ops.storage.forms import storage_of
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -30,10 +31,7 @@ def xla(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` in the widest dtype of queries, keys and values."""
-    k, v = (
-        dequantise(visibility.gather_list_streams(k)),
-        dequantise(visibility.gather_list_streams(v)),
-    )
+    k, v = (storage_of(visibility.gather_list_streams(x)).decode() for x in (k, v))
     dtype = jnp.result_type(q, k, v)
     return _call_jax_nn(
         "xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), visibility, options
@@ -48,12 +46,7 @@ def cudnn(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` with cuDNN."""
-    if (
-        isinstance(k, Quantised)
-        or isinstance(v, Quantised)
-        or q.dtype not in (jnp.float16, jnp.bfloat16)
-        or not q.dtype == k.dtype == v.dtype
-    ):
+    if q.dtype not in (jnp.float16, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"expected queries, keys and values of float16, or of bfloat16, for 'cudnn', got "
             f"{q.dtype}, {k.dtype} and {v.dtype}; pass implementation=None"

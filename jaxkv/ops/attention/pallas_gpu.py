@@ -24,7 +24,8 @@ from jaxkv.ops.attention.active_tiles import (
 from jaxkv.ops.attention.softmax import LOWEST, AttentionOptions, OnlineSoftmax, group_queries
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
 from jaxkv.ops.storage.layer_stack import flatten_layers
-from jaxkv.ops.storage.quantised import SCALE_GROUP, Stored, codes_and_scales, has_one_scale
+from jaxkv.ops.storage.quantised import SCALE_GROUP, codes_and_scales, has_one_scale
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from jaxkv.ops.attention.bias import PositionBias
 from jaxkv.ops.attention.softmax import AttentionOptions, OnlineSoftmax
 from jaxkv.ops.attention.visibility import Visibility, with_bias_array
-from jaxkv.ops.storage.quantised import Stored
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree

@@ -17,7 +17,8 @@ from jaxkv.ops.attention.softmax import (
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
-from jaxkv.ops.storage.quantised import Numbers, Stored, dequantise, qk_logits, weighted_values
+from jaxkv.ops.storage.forms import storage_of
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -37,8 +38,8 @@ def attend_all_cells(
 
 def attend_differentiably(
     q: Float[Array, "P T H D"],
-    k: Numbers,
-    v: Numbers,
+    k: Stored,
+    v: Stored,
     mask: Bool[Array, "P T N"],
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
@@ -48,7 +49,7 @@ def attend_differentiably(
     # numbers that are not finite are therefore set to zero, in a copy. A token that attends to such
     # a number gets NaN afterwards, as its output and as the derivative by its query.
     seen = jnp.any(mask, axis=1)[:, None, :, None]
-    k, v = (jnp.where(seen, dequantise(x), 0) for x in (k, v))
+    k, v = (jnp.where(seen, storage_of(x).decode(), 0) for x in (k, v))
     finite = jnp.all(jnp.isfinite(k), axis=3) & jnp.all(jnp.isfinite(v), axis=3)  # [P, K, N]
     is_broken = jnp.any(mask[:, None] & ~finite[:, :, None], axis=3)  # [P, K, T]
     k, v = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
@@ -77,8 +78,8 @@ def _multiply_tangent_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, j
 
 def attend_by_mask(
     q: Float[Array, "P T H D"],
-    k: Numbers,
-    v: Numbers,
+    k: Stored,
+    v: Stored,
     mask: Bool[Array, "P T N"],
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
@@ -94,8 +95,8 @@ def attend_by_mask(
 def add_cells(
     sums: OnlineSoftmax,
     q: Float[Array, "P K X D"],
-    k: Numbers,
-    v: Numbers,
+    k: Stored,
+    v: Stored,
     mask: Bool[Array, "P T C"],
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
@@ -110,16 +111,16 @@ def add_cells(
 
 
 def _masked_logits(
-    q: jax.Array, k: Numbers, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
+    q: jax.Array, k: Stored, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
 ) -> jax.Array:
     """Return masked logits `[P, K, X, C]` in `softmax_dtype`; for arguments see `add_cells`."""
-    logits = qk_logits(q, k, softmax_dtype(q))
+    logits = storage_of(k).logits(q, softmax_dtype(q))
     by_token = options.cap_logits(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
     bias = None if bias is None else group_heads(bias, k.shape[1])
     return mask_logits(by_token, mask[:, None, None], bias).reshape(logits.shape)
 
 
-def _sum_weighted_values(weights: jax.Array, v: Numbers) -> tuple[jax.Array, jax.Array]:
+def _sum_weighted_values(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
     """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`."""
-    out = weighted_values(weights, v)
+    out = storage_of(v).weighted_values(weights)
     return jnp.sum(weights, axis=-1), out

@@ -21,8 +21,8 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.attention.xla_tiles import AddCells, add_tiles_one_by_one
-from jaxkv.ops.storage.layer_stack import LayerView
-from jaxkv.ops.storage.quantised import Quantised, Stored
+from jaxkv.ops.storage.forms import is_array, storage_of
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -75,7 +75,7 @@ def attend_to_streams(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Read only active tiles if they are few, or lists long, or XLA would copy all cells."""
-    if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
+    if not (is_array(k) and is_array(v)):
         return attend_by_tiles(q, k, v, visibility, options)
     if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
@@ -109,8 +109,8 @@ def attend_by_tiles(
 
 
 def choose_add_cells(k: Stored) -> AddCells:
-    """Return `xla.add_cells` for quantised keys, otherwise `add_cells` of this module."""
-    return xla.add_cells if isinstance(k, Quantised) else add_cells
+    """Return `xla.add_cells` for encoded keys, otherwise `add_cells` of this module."""
+    return xla.add_cells if storage_of(k).is_encoded else add_cells
 
 
 def attend_all_cells(
@@ -121,7 +121,7 @@ def attend_all_cells(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Attend to all cells of each list's stream; for arguments see `dispatch.AttentionFn`."""
-    if isinstance(k, Quantised) or isinstance(v, Quantised):
+    if storage_of(k).is_encoded or storage_of(v).is_encoded:
         return xla.attend_all_cells(q, k, v, visibility, options)
     of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
     return attend_by_mask(q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility))

@@ -30,8 +30,8 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.attention.xla_tiles import add_tiles_one_by_one
-from jaxkv.ops.storage.layer_stack import LayerView
-from jaxkv.ops.storage.quantised import Stored, qk_logits, weighted_values
+from jaxkv.ops.storage.forms import is_array, storage_of
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -53,7 +53,7 @@ def attend_on_cpu(
     packed_q = group_queries(options.scale_queries(q), k.shape[1])
     narrow = k.dtype.itemsize < 4  # products of single tokens convert cells
     # Keys and values are converted, or copied out of all layers, for a few tiles at a time.
-    piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
+    piecewise = narrow or not (is_array(k) and is_array(v))
     each, mask = partial(add_cells, size), compute_mask(private_visibility)
 
     def add_private_tiles_one_by_one() -> OnlineSoftmax:
@@ -161,11 +161,11 @@ def _cut_tiles(x: Stored, size: int) -> Stored:
 
 def _multiply_queries_keys(q: jax.Array, k: Stored) -> jax.Array:
     """Multiply queries `[P, K, M, G, D]` and keys `[P, K, M, C, D]`; return `[P, K, M, G, C]`."""
-    logits = qk_logits(q, k, softmax_dtype(q), keys_first=True)
+    logits = storage_of(k).logits(q, softmax_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
 def _sum_weighted_values(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
     """Return sums of weights, `[P, K, M, G]`, and sums of weighted values, `[P, K, M, G, Dv]`."""
-    out = weighted_values(weights, v)
+    out = storage_of(v).weighted_values(weights)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

@@ -26,7 +26,7 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.storage.layer_stack import flatten_layers
-from jaxkv.ops.storage.quantised import Stored
+from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

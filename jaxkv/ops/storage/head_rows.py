@@ -6,17 +6,14 @@ the compiler copies a whole layer for each write. Letter in shapes: a row has W 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.ops.storage.quantised import Quantised, scale_groups
-
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, PyTree
+    from jaxtyping import Array, Float
 
 A = TypeVar("A", jax.Array, np.ndarray)
 
@@ -43,17 +40,6 @@ def split_rows(x: A, heads_per_row: int, head_dim: int) -> A:
     x = x[..., : heads_per_row * head_dim]
     *rest, rows, size = x.shape
     return x.reshape(*rest, rows * heads_per_row, size // heads_per_row)
-
-
-def split_stored_rows(stored: PyTree, heads_per_row: int, head_dim: int) -> PyTree:
-    """Split the rows of stored keys or values into heads, without the scales of padding."""
-    if isinstance(stored, Quantised):
-        num_scales = len(scale_groups(head_dim))
-        codes = split_rows(stored.codes, heads_per_row, head_dim)
-        return replace(
-            stored, codes=codes, scales=split_rows(stored.scales, heads_per_row, num_scales)
-        )
-    return jax.tree.map(lambda x: split_rows(x, heads_per_row, head_dim), stored)
 
 
 def split_rows_of_cells(

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.storage.quantised import Stored
-
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
@@ -24,6 +22,14 @@ class ValueSlice:
 
     first: int
     last: int
+
+    def __repr__(self) -> str:
+        return f"slice({self.first}, {self.last})"
+
+    @property
+    def size(self) -> int:
+        """Size of a value, Dv."""
+        return self.last - self.first
 
     def slice_values(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
         """Return the value slice of keys, or of weighted sums of keys."""
@@ -41,7 +47,3 @@ class ValueSlice:
         broken = jnp.where((number >= self.first) & (number < self.last), 0, jnp.nan)
         finite = jnp.isfinite(jnp.sum(keys - keys, axis=-1, keepdims=True))
         return jnp.where(finite, keys, broken.astype(keys.dtype))
-
-
-Values = Stored | ValueSlice
-"""Stored values of a layer, or a slice of the keys in place of values."""

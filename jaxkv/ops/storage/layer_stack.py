@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxkv.core.pytree import pytree_dataclass
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, Num, PyTree
+    from typing_extensions import TypeIs
 
 
 @pytree_dataclass
@@ -58,6 +60,12 @@ class LayerView:
         return jnp.where(self.is_in_range, numbers, self.all.shape[0])[streams]
 
 
+CellArray = jax.Array | LayerView
+"""Array of one layer, `[S, K, N, D]`, or a `LayerView`."""
+
+A = TypeVar("A", bound=CellArray)
+
+
 def make_layer_view(
     array: Num[Array, "SL K N D"], layer: int | Int32[Array, ""], layers: int
 ) -> LayerView:
@@ -65,9 +73,26 @@ def make_layer_view(
     return LayerView(all=array, layer=jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
-def is_layer_view(x: object) -> bool:
+def is_layer_view(x: object) -> TypeIs[LayerView]:
     """Return whether an object is a `LayerView`."""
     return isinstance(x, LayerView)
+
+
+def locate_streams(
+    array: CellArray, streams: Int32[Array, "*n"]
+) -> tuple[jax.Array, Int32[Array, "*n"]]:
+    """Return the array that contains a layer, and the indices of streams in this array."""
+    return (array.all, array.stream_indices(streams)) if is_layer_view(array) else (array, streams)
+
+
+def with_array(array: CellArray, new: Any) -> Any:
+    """Replace the array that contains a layer, see `locate_streams`."""
+    return replace(array, all=new) if is_layer_view(array) else new
+
+
+def layer_views(stored: PyTree) -> list[LayerView]:
+    """Return the views in a tree; an empty list if the layers are not stacked."""
+    return [x for x in jax.tree.leaves(stored, is_leaf=is_layer_view) if is_layer_view(x)]
 
 
 def map_arrays(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
@@ -78,8 +103,8 @@ def map_arrays(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
 def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
     """Return the given streams of arrays `[S, ...]`; all streams if `streams` is None."""
 
-    def gather_array(x: jax.Array | LayerView) -> jax.Array:
-        if isinstance(x, LayerView):
+    def gather_array(x: CellArray) -> jax.Array:
+        if is_layer_view(x):
             numbers = x.stream_indices(jnp.arange(len(x.layer)) if streams is None else streams)
             return x.all.at[numbers].get(mode="clip")
         return x if streams is None else x[streams]
@@ -91,7 +116,7 @@ def flatten_layers(
     stored: PyTree, streams: Int32[Array, "*n"]
 ) -> tuple[PyTree, Int32[Array, "*n"], int]:
     """Replace each view by its array `all`, and `streams` by indices of `all`; also return L."""
-    for x in filter(is_layer_view, jax.tree.leaves(stored, is_leaf=is_layer_view)):
+    for x in layer_views(stored):
         numbers = jnp.minimum(x.stream_indices(streams), x.all.shape[0] - 1)
         return map_arrays(lambda x: x.all, stored), numbers, x.layers
     return stored, streams, 1

@@ -6,6 +6,7 @@ queries share a key. C is a number of cells.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
@@ -14,17 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.pytree import pytree_dataclass
-from jaxkv.ops.storage.layer_stack import LayerView
+from jaxkv.ops.storage.head_rows import split_rows
+from jaxkv.ops.storage.rotation import map_pairs, pair_lengths, round_to_grid, rounding_unit
+from jaxkv.ops.storage.storage import Storage
+from jaxkv.rope import Rope
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Num, PyTree
+    from jaxtyping import Array, Float, Int32, Num, PyTree
 
 SCALE_GROUP = 128
 """Largest number of dimensions of a head that share a scale."""
 
 
 @pytree_dataclass
-class Quantised:
+class Quantised(Storage):
     """Keys or values of a layer in 8 bits, used in place of an array: codes times scales.
 
     If an element of a head is not finite, all codes of the head are 0 and all its scales are NaN.
@@ -36,6 +40,12 @@ class Quantised:
     codes: Num[Array, "S K N D"]
     scales: Float[Array, "S K N G"]
 
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Quantised:
+        """Return zeros with codes of the given dtype."""
+        scales = jnp.zeros((*shape[:-1], len(scale_groups(shape[-1]))), jnp.float32)
+        return cls(codes=jnp.zeros(shape, dtype), scales=scales)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the keys or values."""
@@ -46,21 +56,81 @@ class Quantised:
         """Dtype of the codes."""
         return self.codes.dtype
 
+    @property
+    def decoded_dtype(self) -> jnp.dtype:
+        """Dtype of the scales: float32."""
+        return self.scales.dtype
 
-Numbers = jax.Array | Quantised
-"""Keys or values to read or write."""
+    def encode(self, x: Float[Array, "... D"]) -> Quantised:
+        """Quantise an array of the dtype `decoded_dtype`."""
+        x = jax.lax.stop_gradient(x)
+        groups = scale_groups(x.shape[-1])
+        highest = [jnp.max(jnp.abs(x[..., group]), -1, keepdims=True) for group in groups]
+        # A product is used, since only some compilers replace a division by a constant by it.
+        scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest_code(self.dtype))
+        # A compiled maximum may drop a NaN; a sum does not.
+        scales += jnp.sum(x - x, axis=-1, keepdims=True)
+        return Quantised(codes=compute_codes(x, scales, self.dtype), scales=scales)
 
-Stored = Numbers | LayerView
-"""Stored keys or values of a layer; a `LayerView` if one array contains all layers."""
+    def decode(self) -> Float[Array, "... D"]:
+        """Return codes times scales, in float32."""
+        scales = expand_scales(self.scales, self.shape[-1])
+        return self.codes.astype(self.decoded_dtype) * scales
 
+    def logits(
+        self, q: Float[Array, "... X D"], dtype: jnp.dtype, *, keys_first: bool = False
+    ) -> Float[Array, "... _ _"]:
+        """Multiply queries with keys; return `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
+        form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
+        product = partial(jnp.einsum, form, preferred_element_type=dtype)
 
-def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Numbers:
-    """Return zeros, which are `Quantised` if the dtype has 8 bits."""
-    numbers = jnp.zeros(shape, dtype)
-    if numbers.dtype.itemsize > 1:
-        return numbers
-    scales = jnp.zeros((*shape[:-1], len(scale_groups(shape[-1]))), jnp.float32)
-    return Quantised(codes=numbers, scales=scales)
+        def of_group(i: int, group: slice) -> jax.Array:
+            scale = self.scales[..., i : i + 1]  # `[..., C, 1]`: one scale for each cell
+            scale = scale if keys_first else scale.mT
+            return product(q[..., group], self.codes[..., group]) * scale
+
+        groups = enumerate(scale_groups(self.shape[-1]))
+        return reduce(jnp.add, [of_group(*group) for group in groups])
+
+    def weighted_values(self, weights: Float[Array, "... X C"]) -> Float[Array, "... X Dv"]:
+        """Multiply weights with values `[..., C, Dv]`, in the dtype of the weights."""
+        product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)
+        outputs = [
+            product(weights * self.scales[..., i : i + 1].mT, self.codes[..., group])
+            for i, group in enumerate(scale_groups(self.shape[-1]))
+        ]
+        return jnp.concatenate(outputs, axis=-1)
+
+    def rotate(self, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope) -> Quantised:
+        """Rotate keys, rounded to the grid of `jaxkv.ops.storage.rotation`."""
+        first = rope.rotate(self.decode().astype(jnp.float32), -start)
+        lengths = pair_lengths(first, rope)
+        scales = self._scales_for_lengths(lengths)
+        scale = jnp.broadcast_to(expand_scales(scales, first.shape[-1]), first.shape)
+        scale = map_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
+        unit = scale * rounding_unit(lengths / scale, self.dtype)
+        moved = rope.rotate(round_to_grid(first, unit, rope), stop)
+        return Quantised(codes=compute_codes(moved, scales, self.dtype), scales=scales)
+
+    def _scales_for_lengths(self, lengths: jax.Array) -> jax.Array:
+        """Return scales for which codes do not overflow after a rotation to any position."""
+        # Old scales that fit are kept, because each move with other scales would round differently.
+        max_code = largest_code(self.dtype)
+        unit = rounding_unit(jnp.float32(max_code), self.dtype)
+        groups = scale_groups(lengths.shape[-1])
+        longest = [jnp.max(lengths[..., group], axis=-1, keepdims=True) for group in groups]
+        longest = jnp.concatenate(longest, axis=-1)
+        fits = longest <= self.scales * (max_code + 0.75 * unit)
+        return jnp.where(fits, self.scales, longest / (max_code - unit))
+
+    def split_rows(self, heads_per_row: int, head_dim: int) -> Quantised:
+        """Split rows into heads, without the scales of padding."""
+        num_scales = len(scale_groups(head_dim))
+        return replace(
+            self,
+            codes=split_rows(self.codes, heads_per_row, head_dim),
+            scales=split_rows(self.scales, heads_per_row, num_scales),
+        )
 
 
 def scale_groups(size: int) -> list[slice]:
@@ -72,11 +142,6 @@ def scale_groups(size: int) -> list[slice]:
     return [slice(first, min(first + SCALE_GROUP, size)) for first in range(0, size, SCALE_GROUP)]
 
 
-def has_one_scale(x: Stored) -> bool:
-    """Return True if each head has one scale, or if the array is not quantised."""
-    return not isinstance(x, Quantised) or x.scales.shape[-1] == 1
-
-
 def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
     """Expand scales to one for each element of a head; a single scale is returned unchanged."""
     if scales.shape[-1] == 1:
@@ -84,42 +149,13 @@ def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "...
     return jnp.repeat(scales, SCALE_GROUP, axis=-1)[..., :size]
 
 
-def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the codes and scales of a `Quantised`; for another array, the array and None."""
-    return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
-
-
-def dequantised_dtype(x: Stored) -> jnp.dtype:
-    """Return the dtype of the decoded elements: float32 for a `Quantised`."""
-    return x.scales.dtype if isinstance(x, Quantised) else x.dtype
-
-
-def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
-    """Return numbers in the format of `like`: quantised if `like` is, otherwise unchanged.
-
-    The argument `numbers` has the dtype `dequantised_dtype(like)`.
-    """
-    if not isinstance(like, Quantised):
-        return numbers
-    numbers, dtype = jax.lax.stop_gradient(numbers), like.codes.dtype
-    # A product is used, since only some compilers replace a division by a constant by a product.
-    size = numbers.shape[-1]
-    highest = [
-        jnp.max(jnp.abs(numbers[..., group]), -1, keepdims=True) for group in scale_groups(size)
-    ]
-    scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest_code(dtype))
-    # A compiled maximum may drop a NaN; a sum does not.
-    scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
-    return Quantised(codes=compute_codes(numbers, scales, dtype), scales=scales)
-
-
 def compute_codes(
-    numbers: Float[Array, "... D"], scales: Float[Array, "... G"], dtype: jnp.dtype
+    x: Float[Array, "... D"], scales: Float[Array, "... G"], dtype: jnp.dtype
 ) -> Num[Array, "... D"]:
-    """Return the codes of numbers for given scales; 0 for a scale of 0 or NaN."""
-    by = expand_scales(scales, numbers.shape[-1])
+    """Return the codes of an array for given scales; 0 for a scale of 0 or NaN."""
+    by = expand_scales(scales, x.shape[-1])
     is_positive = by > 0
-    codes = jnp.where(is_positive, numbers, 0) / jnp.where(is_positive, by, 1)
+    codes = jnp.where(is_positive, x, 0) / jnp.where(is_positive, by, 1)
     max_code = largest_code(dtype)
     # A scale of very small numbers is rounded, so a code may exceed the largest code.
     codes = jnp.clip(jnp.round(codes) if is_integer_dtype(dtype) else codes, -max_code, max_code)
@@ -136,38 +172,12 @@ def is_integer_dtype(dtype: jnp.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
-def dequantise(x: Numbers) -> Float[Array, "... D"]:
-    """Return the decoded numbers, in the dtype `dequantised_dtype(x)`."""
-    if not isinstance(x, Quantised):
-        return x
-    return x.codes.astype(x.scales.dtype) * expand_scales(x.scales, x.shape[-1])
+def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the codes and scales of a `Quantised`; for another array, the array and None."""
+    return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
-def qk_logits(
-    q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
-) -> Float[Array, "... _ _"]:
-    """Multiply queries with keys; return `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
-    codes, scales = codes_and_scales(k)
-    form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
-    product = partial(jnp.einsum, form, preferred_element_type=dtype)
-    if scales is None:
-        return product(q, codes)
-
-    def of_group(i: int, group: slice) -> jax.Array:
-        scale = scales[..., i : i + 1]  # `[..., C, 1]`: one scale for each cell
-        return product(q[..., group], codes[..., group]) * (scale if keys_first else scale.mT)
-
-    return reduce(jnp.add, [of_group(*group) for group in enumerate(scale_groups(k.shape[-1]))])
-
-
-def weighted_values(weights: Float[Array, "... X C"], v: Stored) -> Float[Array, "... X Dv"]:
-    """Multiply weights with values `[..., C, Dv]`, in the dtype of the weights."""
-    codes, scales = codes_and_scales(v)
-    product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)
-    if scales is None:
-        return product(weights, codes)
-    outputs = [
-        product(weights * scales[..., i : i + 1].mT, codes[..., group])
-        for i, group in enumerate(scale_groups(v.shape[-1]))
-    ]
-    return jnp.concatenate(outputs, axis=-1)
+def has_one_scale(x: PyTree) -> bool:
+    """Return True if each head has one scale, or if the array is not quantised."""
+    _, scales = codes_and_scales(x)
+    return scales is None or scales.shape[-1] == 1
