@@ -15,22 +15,13 @@ from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import (
-    AxisPartition,
     first_local_index,
     gather_sharded,
     make_axis_partition,
     map_shards,
     to_local_index,
 )
-from jaxkv.kv.buffers import (
-    Buffers,
-    KVPartitions,
-    copy_cell_run,
-    gather_from_any_device,
-    map_kv,
-    scatter_local,
-    stream_cell_axes,
-)
+from jaxkv.kv.buffers import Buffers, map_kv
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -39,6 +30,7 @@ from jaxkv.kv.cells import (
     is_in_range,
     is_sequence,
 )
+from jaxkv.kv.shard import Shard
 from jaxkv.kv.shift import CHUNK
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 
@@ -66,7 +58,7 @@ def copy_between_streams(
     table, counts = jax.lax.fori_loop(
         jnp.int32(0), jnp.int32(targets.size), copy_into_target, begin
     )
-    return table, map_kv(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
+    return table, map_kv(cells, buffers, _copy_runs, src, targets, counts)
 
 
 def _copy_range(
@@ -131,15 +123,16 @@ def _replace_range(
 
 
 def _copy_runs(
-    split: KVPartitions, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
+    shard: Shard, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Copy the first `counts[i]` cells of stream `src` to stream `targets[i]`, for each i."""
-    share, size, _ = _local_chunk_sizes(split, arrays, counts)
+    share = arrays[0][0].shape[2]  # cells of a shard
+    size = min(CHUNK, share)
 
     def copy_to_target(
         i: jax.Array, arrays: PyTree, src: jax.Array, targets: jax.Array, counts: jax.Array
     ) -> PyTree:
-        _, _, count = _local_chunk_sizes(split, arrays, counts[i])
+        count = shard.count_cells(counts[i], share)
         return differentiable_fori_loop(
             copy_chunk, -(-count // size), -(-share // size), arrays, src, targets[i], count
         )
@@ -150,10 +143,7 @@ def _copy_runs(
         first = jnp.minimum(j * size, share - size)  # the last chunk may overlap
         dst = jnp.where(j * size < count, dst, src)  # chunks past `count` are copied to themselves
 
-        def copy_array(x: CellArray, how: AxisPartition) -> CellArray:
-            return copy_cell_run(how, x, src, dst, first, size, count)
-
-        return map_arrays(copy_array, arrays, split)
+        return map_arrays(lambda x: shard.copy_run(x, src, dst, first, size, count), arrays)
 
     num_targets = targets.size
     return differentiable_fori_loop(
@@ -177,9 +167,7 @@ def select_between_streams(
         (P(axes), P()),
     )
     selected, count = run(cells, source, targets, is_copied)
-    return selected, map_kv(
-        cells.sharding_rules, buffers, _select_cells, source, targets, is_copied, count
-    )
+    return selected, map_kv(cells, buffers, _select_cells, source, targets, is_copied, count)
 
 
 def _replace_streams(
@@ -203,7 +191,7 @@ def _replace_streams(
 
 
 def _select_cells(
-    split: KVPartitions,
+    shard: Shard,
     source: jax.Array,
     targets: jax.Array,
     is_copied: jax.Array,
@@ -211,7 +199,9 @@ def _select_cells(
     arrays: PyTree,
 ) -> PyTree:
     """Copy `count` cells of stream `source[i]` to stream `targets[i]`, if `does[i]` is True."""
-    share, size, count = _local_chunk_sizes(split, arrays, count)
+    share = arrays[0][0].shape[2]
+    size, count = min(CHUNK, share), shard.count_cells(count, share)
+    shard = shard._replace(cells=())  # cell indices do not change, so shards are independent
 
     def select_chunk(
         i: jax.Array,
@@ -224,17 +214,12 @@ def _select_cells(
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
         slots = jnp.where(is_copied[:, None] & (slots < count), slots, out_of_range_slots(slots))
 
-        def copy_array(x: CellArray, how: AxisPartition) -> CellArray:
-            how = replace(how, cells=())  # cell indices do not change, so shards are independent
-            return scatter_local(
-                how,
-                x,
-                targets[:, None],
-                slots,
-                gather_from_any_device(how, x, source[:, None], slots),
+        def copy_array(x: CellArray) -> CellArray:
+            return shard.scatter(
+                x, targets[:, None], slots, shard.gather(x, source[:, None], slots)
             )
 
-        return map_arrays(copy_array, arrays, split)
+        return map_arrays(copy_array, arrays)
 
     args = source, targets, is_copied, count
     return differentiable_fori_loop(
@@ -245,12 +230,3 @@ def _select_cells(
 def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
     size = min(CHUNK, cells.num_cells)
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
-
-
-def _local_chunk_sizes(
-    split: KVPartitions, arrays: PyTree, count: jax.Array
-) -> tuple[int, int, jax.Array]:
-    """Return how many cells are in a shard, in a chunk, and to be copied in the local shard."""
-    share = arrays[0][0].shape[2]
-    first = first_local_index(stream_cell_axes(split).cells, share)
-    return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

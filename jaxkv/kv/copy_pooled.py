@@ -19,20 +19,12 @@ from jaxkv.core.array_utils import (
 )
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import (
-    AxisPartition,
     gather_sharded,
     make_axis_partition,
     map_shards,
     to_local_index,
 )
-from jaxkv.kv.buffers import (
-    Buffers,
-    KVPartitions,
-    gather_from_any_device,
-    map_kv,
-    scatter_local,
-    stream_cell_axes,
-)
+from jaxkv.kv.buffers import Buffers, map_kv
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -49,6 +41,7 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.cells import seq_cp as share
+from jaxkv.kv.shard import Shard
 from jaxkv.kv.sharded import map_streams
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
@@ -120,15 +113,15 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
     filled = map_streams(base, mark_used, slots, new_cells, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.demand, 0)
-    return filled, map_kv(cells.sharding_rules, buffers, _copy_planned_cells, *args, by_stream=2)
+    return filled, map_kv(cells, buffers, _copy_planned_cells, *args, by_stream=2)
 
 
 def _copy_planned_cells(
-    split: KVPartitions, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
+    shard: Shard, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Copy keys and values of cell `origin[s, i]` to `slots[s, i]`, for i < `num_copied[s]`."""
     ends = jnp.cumsum(num_copied)
-    by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
+    size = slots.shape[1]
 
     def copy_chunk(
         i: jax.Array,
@@ -144,15 +137,15 @@ def _copy_planned_cells(
         rank = number - (ends - num_copied)[stream]
         slot = jnp.where(
             number < ends[-1],
-            gather_sharded(slots, by_streams, stream, rank),
+            shard.take(slots, stream, rank),
             out_of_range_slots(number),
         )
-        source = divmod_nonnegative(gather_sharded(origin, by_streams, stream, rank), size)
+        source = divmod_nonnegative(shard.take(origin, stream, rank), size)
 
-        def copy_array(x: CellArray, how: AxisPartition) -> CellArray:
-            return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
+        def copy_array(x: CellArray) -> CellArray:
+            return shard.scatter(x, stream, slot, shard.gather(x, *source))
 
-        return map_arrays(copy_array, arrays, split)
+        return map_arrays(copy_array, arrays)
 
     steps, limit = -(-ends[-1] // CHUNK), -(-num_copied.size * size // CHUNK)
     return differentiable_fori_loop(

@@ -13,17 +13,11 @@ from jaxkv.core.array_utils import DROP, FILL, indices_of_true, search_sorted
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import differentiable_fori_loop
-from jaxkv.core.partitioning import AxisPartition
 from jaxkv.core.pytree import pytree_dataclass, static_field
-from jaxkv.kv.buffers import (
-    Buffers,
-    KVPartitions,
-    gather_from_any_device,
-    map_kv,
-    scatter_local,
-)
+from jaxkv.kv.buffers import Buffers, map_kv
 from jaxkv.kv.cells import C, Cells, is_cell_empty
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.shard import Shard
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.tiles import tile_size
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
@@ -87,7 +81,7 @@ class DefragPlan(MaintenancePlan):
             )
 
         buffers = map_kv(
-            table.sharding_rules,
+            table,
             buffers,
             partial(_move_keys_and_values, size),
             self,
@@ -176,21 +170,19 @@ def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Arra
 
 
 def _move_keys_and_values(
-    size: int, split: KVPartitions, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
+    size: int, shard: Shard, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Move keys and values in chunks; read each chunk completely before writing it."""
+    shard = shard._replace(streams=())  # moves stay within the streams of a device
 
     def move_chunk(i: jax.Array, arrays: PyTree, plan: DefragPlan) -> PyTree:
         source, destination = _list_chunk_moves(plan, size, i)
         stream = jnp.arange(len(source))[:, None]
 
-        def move_array(x: CellArray, how: AxisPartition) -> CellArray:
-            how = replace(how, streams=())  # moves stay within a device's streams
-            return scatter_local(
-                how, x, stream, destination, gather_from_any_device(how, x, stream, source)
-            )
+        def move_array(x: CellArray) -> CellArray:
+            return shard.scatter(x, stream, destination, shard.gather(x, stream, source))
 
-        return map_arrays(move_array, arrays, split)
+        return map_arrays(move_array, arrays)
 
     return differentiable_fori_loop(move_chunk, jnp.max(chunks), -(-size // CHUNK), arrays, plan)
 

@@ -23,9 +23,10 @@ from jaxkv.core.partitioning import (
     map_shards,
 )
 from jaxkv.core.validate import check_int32
-from jaxkv.kv.buffers import Buffers, offset_slots_into_range
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.layer_kv import LayerKV, NewKV, check_floats, shardable_sizes
 from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
+from jaxkv.kv.shard import Shard
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
 from jaxkv.ops.attention.dispatch import Implementation, finalize
 from jaxkv.ops.attention.softmax import AttentionOptions, make_options, merge_over_devices
@@ -191,10 +192,7 @@ def _check_visible_until(
 
 
 def _write_local_kv(split: AxisPartition, layer_kv: LayerKV, ubatch: Ubatch, new: NewKV) -> LayerKV:
-    slots = ubatch.slots
-    if split.cells:
-        first = first_local_index(split.cells, layer_kv.num_cells)
-        slots = offset_slots_into_range(slots, first, layer_kv.num_cells)
+    slots = Shard(cells=split.cells).to_local_slots(ubatch.slots, layer_kv.num_cells)
     return layer_kv.write(ubatch.row_stream, slots, new)
 
 

@@ -13,14 +13,8 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import FILL, divmod_nonnegative, resolve_range_end, search_sorted
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.loops import differentiable_fori_loop
-from jaxkv.core.partitioning import first_local_index
 from jaxkv.core.pytree import pytree_dataclass, static_field
-from jaxkv.kv.buffers import (
-    Buffers,
-    KVPartitions,
-    map_kv,
-    stream_cell_axes,
-)
+from jaxkv.kv.buffers import Buffers, map_kv
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -36,6 +30,7 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.eviction import accept_edit
+from jaxkv.kv.shard import Shard
 from jaxkv.ops.storage.cell_arrays import gather, scatter
 from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.head_rows import join_heads
@@ -225,7 +220,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     head_dims = [sizes.head_dim for sizes in buffers.head_sizes[:num_arrays]]
     start = cells.position - cells.shift
     buffers = map_kv(
-        cells.sharding_rules,
+        cells,
         buffers,
         partial(_rotate_keys, ropes, buffers.heads_per_row, head_dims),
         start,
@@ -244,17 +239,15 @@ def _rotate_keys(
     ropes: tuple[Rope | NotGiven | None, ...],
     heads_per_row: int,
     head_dims: list[int],
-    split: KVPartitions,
+    shard: Shard,
     start: jax.Array,
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
     """Rotate keys from positions `start` to `start + by`; the two arguments are `[S, N]` int32."""
     keys, values = arrays
-    axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
-    if axes:  # each device rotates its own cells
-        first = first_local_index(axes, size)
-        start, by = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (start, by))
+    size = keys[0].shape[2]
+    start, by = (shard.slice_cells(x, size) for x in (start, by))  # a device rotates its own cells
     start, by = start.reshape(-1), by.reshape(-1)
     count = jnp.cumsum(by != 0, dtype=jnp.int32)  # inclusive
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.core.partitioning import WHOLE
 from jaxkv.hybrid import compose_hybrid_cache
-from jaxkv.kv.buffers import copy_cell_run
+from jaxkv.kv.shard import Shard
 from jaxkv.ops.storage.cell_arrays import gather, scatter
 from tests.attention.lives import CLOSE, arrays_for, begun, lived_in, seen
 from tests.helpers import caches, edit_sequences
@@ -106,7 +105,7 @@ def test_scatter_gather_and_copy_run_move_bits(dtype):
         assert_identical(got, jnp.asarray(wanted))
         found = jax.jit(gather)(got, *where)
         assert_identical(found, jnp.where((where[1] < N)[..., None, None], keys, 0))
-    run = jax.jit(partial(copy_cell_run, WHOLE, size=9))
+    run = jax.jit(partial(Shard().copy_run, size=9))
     src, dst, first, end = map(jnp.int32, (2, 0, 7, 16))
     wanted = array.at[0, :, 7:16].set(array[2, :, 7:16])
     assert_identical(run(array, src, dst, first, end=end), wanted)
