@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache import Cache, merge
 from jaxkv.core.array_utils import is_traced
-from jaxkv.core.partitioning import Partitioned, ShardingRules, to_local_index
+from jaxkv.core.partitioning import Partitioned, ShardingRules, map_shards, to_local_index
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.jit_helpers import jit_table
 from jaxkv.table import static_layer_number
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
     from jaxkv.core.types import AnyMesh
+
+R = TypeVar("R")
 
 Path = tuple[int, ...]
 """Path of a layer: indices of nested parts of the cache, and the number of the layer in a part."""
@@ -191,13 +193,28 @@ def step_partition_specs(step: Step, streams: tuple[str, ...]) -> Step:
     )
 
 
-def mask_step_rows(step: Step, axes: tuple[str, ...]) -> Step:
-    """Return a step in which rows of other devices are padding, in a function of shards."""
-    if not axes:
-        return step
-    ubatch = mask_rows_of_other_devices(step.ubatch, axes, step.table.streams)
-    _, is_own = to_local_index(step.ubatch.row_stream, axes, step.table.streams)
-    return replace(step, ubatch=ubatch, is_stale=step.is_stale & is_own)
+def map_step(
+    step: Step,
+    streams: tuple[str, ...],
+    work: Callable[..., R],
+    args: tuple[PyTree, ...],
+    in_specs: tuple[PyTree, ...],
+    out_specs: PyTree,
+) -> R:
+    """Call `work(step, *args)` on each device; rows of other devices are padding.
+
+    `step` has no buffers, and `streams` are the mesh axes that split its streams.
+    """
+
+    def work_on_shard(step: Step, *args: PyTree) -> R:
+        if streams:
+            ubatch = mask_rows_of_other_devices(step.ubatch, streams, step.table.streams)
+            _, is_own = to_local_index(step.ubatch.row_stream, streams, step.table.streams)
+            step = replace(step, ubatch=ubatch, is_stale=step.is_stale & is_own)
+        return work(step, *args)
+
+    specs = step_partition_specs(step, streams), *in_specs
+    return map_shards(step.table.sharding_rules, work_on_shard, specs, out_specs)(step, *args)
 
 
 @jit_table

@@ -20,7 +20,6 @@ from jaxkv.core.partitioning import (
     first_local_index,
     gather_sharded,
     make_axis_partition,
-    map_shards,
 )
 from jaxkv.core.validate import check_int32
 from jaxkv.kv.buffers import Buffers
@@ -32,7 +31,7 @@ from jaxkv.ops.attention.dispatch import Implementation, finalize
 from jaxkv.ops.attention.softmax import AttentionOptions, make_options, merge_over_devices
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.ops.storage.layer_stack import gather_streams, layer_views
-from jaxkv.step import Step, mask_step_rows, step_partition_specs, without_buffers
+from jaxkv.step import Step, map_step, without_buffers
 from jaxkv.table import KVView
 from jaxkv.ubatch import CrossAttentionSlots, Ubatch, row_mesh_axes
 
@@ -234,18 +233,16 @@ def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @jax.jit
 def _write_layer(step: Step, layer_kv: LayerKV, new: NewKV) -> LayerKV:
-    table = step.table
-    split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv.keys))
+    split = make_axis_partition(step.table.sharding_rules, **shardable_sizes(layer_kv.keys))
 
     def write_on_shard(step: Step, layer_kv: LayerKV, new: NewKV) -> LayerKV:
-        step = mask_step_rows(step, split.streams)
         return _write_local_kv(split, layer_kv, step.ubatch, new)
 
     new_specs = P(row_mesh_axes(step.ubatch, split.streams), None, split.kv_heads)
     kv_specs = layer_kv.partition_specs(split)
-    in_specs = step_partition_specs(step, split.streams), kv_specs, new_specs
-    run = map_shards(table.sharding_rules, write_on_shard, in_specs, kv_specs)
-    return run(step, layer_kv, new)
+    return map_step(
+        step, split.streams, write_on_shard, (layer_kv, new), (kv_specs, new_specs), kv_specs
+    )
 
 
 @partial(jax.jit, static_argnames="causal")
@@ -256,8 +253,8 @@ def _visible_kv(
     visible_until: jax.Array | None,
     causal: bool,
 ) -> KVView:
-    table, ubatch = step.table, step.ubatch
-    split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv.keys))
+    ubatch = step.ubatch
+    split = make_axis_partition(step.table.sharding_rules, **shardable_sizes(layer_kv.keys))
     rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
 
@@ -266,16 +263,16 @@ def _visible_kv(
         layer_kv: LayerKV,
         incomplete: jax.Array | None,
         visible_until: jax.Array | None,
+        row_stream: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        own = mask_step_rows(step, split.streams)
-        visibility = _local_visibility(split, own, layer_kv, causal, visible_until)
-        current = ~own.is_stale
-        readable = _is_readable(own, layer_kv, incomplete, causal, visible_until)
+        visibility = _local_visibility(split, step, layer_kv, causal, visible_until)
+        current = ~step.is_stale
+        readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         readable = jnp.all(readable, axis=1)
         mask = compute_mask(visibility)
         if shared_axes:  # each row is a list, on all devices
             mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), shared_axes)
-            lists = partial(gather_sharded, axes=shared_axes, index=step.ubatch.row_stream)
+            lists = partial(gather_sharded, axes=shared_axes, index=row_stream)
             layer_kv, positions = jax.tree.map(
                 lists, (gather_streams(layer_kv, None), visibility.position)
             )
@@ -290,10 +287,9 @@ def _visible_kv(
 
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
-    kv_specs = layer_kv.partition_specs(split)
-    in_specs = step_partition_specs(step, split.streams), kv_specs, P(split.streams), P(rows)
-    run = map_shards(table.sharding_rules, read_on_shard, in_specs, out_specs)
-    return KVView(*run(step, layer_kv, incomplete, visible_until))
+    in_specs = layer_kv.partition_specs(split), P(split.streams), P(rows), P(rows)
+    args = layer_kv, incomplete, visible_until, ubatch.row_stream
+    return KVView(*map_step(step, split.streams, read_on_shard, args, in_specs, out_specs))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
@@ -333,7 +329,6 @@ def _attend_layer(
         bias: BiasOfLists | None,
         visible_until: jax.Array | None,
     ) -> tuple[LayerKV | None, jax.Array]:
-        step = mask_step_rows(step, split.streams)
         readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         visibility = _local_visibility(split, step, layer_kv, causal, visible_until)
         if isinstance(bias, jax.Array):
@@ -353,7 +348,6 @@ def _attend_layer(
     new_specs, query_specs = P(rows, None, split.kv_heads), P(rows, None, heads)
     kv_specs = layer_kv.partition_specs(split)
     in_specs = (
-        step_partition_specs(step, split.streams),
         kv_specs,
         P(split.streams),
         new_specs,
@@ -363,8 +357,8 @@ def _attend_layer(
         P(rows),
     )
     out_specs = (kv_specs if new else None), query_specs
-    run = map_shards(rules, attend_on_shard, in_specs, out_specs)
-    return run(step, layer_kv, incomplete, new, q, options, bias, visible_until)
+    args = layer_kv, incomplete, new, q, options, bias, visible_until
+    return map_step(step, split.streams, attend_on_shard, args, in_specs, out_specs)
 
 
 def _specs_of_bias(

@@ -59,26 +59,21 @@ class HeadSizes(NamedTuple):
 class LayerKV:
     """Keys and values of a layer, with the operations of attention.
 
-    If n heads share a row (`ops.storage.head_rows`), K is the number of rows, and D and Dv are the
-    sizes of rows.
-
-    keys: `[S, K, N, D]`.
+    keys: `[S, K, N, D]`. If n heads share a row (`ops.storage.head_rows`), K is the number of rows,
+      and D the size of a row.
     values: `[S, K, N, Dv]`.
+    heads_per_row: The number n, which a shard of the layer cannot know.
     """
 
     keys: Stored
     values: Any
     sizes: HeadSizes = static_field()
+    heads_per_row: int = static_field()
 
     @property
     def num_cells(self) -> int:
         """Number of cells, N; in a shard if the mesh splits cells."""
         return self.keys.shape[2]
-
-    @property
-    def heads_per_row(self) -> int:
-        """Number of heads that share a row."""
-        return self.sizes.kv_heads // self.keys.shape[1]
 
     def partition_specs(self, split: AxisPartition) -> LayerKV:
         """Return this pytree with a `PartitionSpec` instead of each array."""
@@ -222,7 +217,8 @@ class LatentKV(LayerKV):
 def make_layer_kv(keys: Stored, values: Stored | ValueSlice, sizes: HeadSizes) -> LayerKV:
     """Return a `LatentKV` if values are slices of the keys, otherwise a `LayerKV`."""
     kind = LatentKV if sizes.latent else LayerKV
-    return kind(keys=keys, values=values, sizes=sizes)
+    heads_per_row = sizes.kv_heads // keys.shape[1]
+    return kind(keys=keys, values=values, sizes=sizes, heads_per_row=heads_per_row)
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:

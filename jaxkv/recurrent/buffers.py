@@ -18,7 +18,7 @@ from jaxkv.core.partitioning import (
     to_local_index,
 )
 from jaxkv.recurrent.states import States, T
-from jaxkv.step import Step, mask_step_rows, step_partition_specs
+from jaxkv.step import Step, map_step
 from jaxkv.ubatch import row_mesh_axes
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ def read_layer_states(
     rows = row_mesh_axes(step.ubatch, streams)
 
     def read_on_shard(step: Step, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        step = mask_step_rows(step, streams)
         where = (step.ubatch.row_stream, step.ubatch.slots.source)
 
         def gather_state(array: jax.Array) -> jax.Array:
@@ -57,8 +56,7 @@ def read_layer_states(
 
     array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
     state_specs = {name: P(rows, *state_partition_axes(table, name)) for name in arrays}
-    in_specs = step_partition_specs(step, streams), array_specs
-    return map_shards(table.sharding_rules, read_on_shard, in_specs, state_specs)(step, arrays)
+    return map_step(step, streams, read_on_shard, (arrays,), (array_specs,), state_specs)
 
 
 @jax.jit
@@ -75,8 +73,7 @@ def write_layer_states(
     def write_on_shard(
         step: Step, states: dict[str, jax.Array], arrays: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        ubatch = mask_step_rows(step, streams).ubatch
-        where = (ubatch.row_stream[:, None], ubatch.slots.cells)
+        where = (step.ubatch.row_stream[:, None], step.ubatch.slots.cells)
 
         def put_state(array: jax.Array, state: jax.Array) -> jax.Array:
             new = state.astype(array.dtype)
@@ -86,9 +83,8 @@ def write_layer_states(
 
     array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
     state_specs = {name: P(rows, None, *state_partition_axes(table, name)) for name in arrays}
-    in_specs = step_partition_specs(step, streams), state_specs, array_specs
-    run = map_shards(table.sharding_rules, write_on_shard, in_specs, array_specs)
-    return run(step, states, arrays)
+    in_specs = state_specs, array_specs
+    return map_step(step, streams, write_on_shard, (states, arrays), in_specs, array_specs)
 
 
 def table_partition_specs(table: T, mesh: AnyMesh) -> T:

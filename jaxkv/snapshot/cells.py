@@ -242,7 +242,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         """Fill the arrays of all layers, one layer at a time, and return the buffers."""
         called = buffer_names(_unstack_layers(buffers), prefix)
         for i in range(buffers.layers):
-            buffers = buffers.with_layer(i, map_arrays(fill, buffers.layer(i), called.layer(i)))
+            layer = buffers.layer(i)
+            names = called.k[i], called.v[i]
+            keys, values = map_arrays(fill, (layer.keys, layer.values), names)
+            buffers = buffers.with_layer(i, replace(layer, keys=keys, values=values))
         return buffers
 
     @staticmethod
