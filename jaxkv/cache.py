@@ -261,9 +261,8 @@ class Cache(Partitioned):
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Cache:
         """Return a `PartitionSpec` for each array of the cache."""
-        del sharding_rules  # the rules of the table are used
-        table, buffers = self.table.partition_specs(self.buffers, mesh)
-        return Cache(table=table, buffers=buffers)
+        table = self.table.partition_by(sharding_rules, mesh)
+        return Cache(table=table, buffers=self.table.buffer_specs(self.buffers, mesh))
 
     def _check_sequence_ids(self, seq: Ids | None) -> PyTree[Int32[ArrayLike, " ..."]]:
         spec = self.table.spec

@@ -34,6 +34,8 @@ from jaxkv.ubatch import Ubatch, ubatch_of_part
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, UInt32
 
+    from jaxkv.core.types import AnyMesh
+
 
 R = TypeVar("R")
 
@@ -164,7 +166,6 @@ class HybridTable(CacheTable):
 
     parts: tuple[CacheTable, ...]
     layers: Layers = static_field()
-    sharding_rules: ShardingRules | None = static_field(default=None)
 
     def pair_parts_with_buffers(self, buffers: tuple) -> tuple[tuple[CacheTable, PyTree], ...]:
         """Return pairs of a part and its buffers."""
@@ -194,7 +195,6 @@ class HybridTable(CacheTable):
     seq_cp = _make_parts_method(CacheTable.seq_cp, _combine_parts_and_buffers)
     can_seq_cp = _make_parts_method(CacheTable.can_seq_cp, _combine_copy_answers)
     seq_select = _make_parts_method(CacheTable.seq_select, _combine_parts_and_buffers)
-    partition_specs = _make_parts_method(CacheTable.partition_specs, _combine_parts_and_buffers)
     plan_shift = _make_parts_method(CacheTable.plan_shift, _combine_plans)
     plan_defrag = _make_parts_method(CacheTable.plan_defrag, _combine_plans)
 
@@ -259,6 +259,11 @@ class HybridTable(CacheTable):
         """Return the table with the given sharding rules in all parts."""
         parts = tuple(part.with_sharding_rules(sharding_rules) for part in self.parts)
         return replace(self, parts=parts, sharding_rules=sharding_rules)
+
+    def buffer_specs(self, buffers: tuple, mesh: AnyMesh) -> tuple:
+        """Return a `PartitionSpec` for each array of the buffers."""
+        pairs = self.pair_parts_with_buffers(buffers)
+        return tuple(part.buffer_specs(arrays, mesh) for part, arrays in pairs)
 
     def num_layers(self, buffers: tuple) -> int:
         """Return one more than the highest layer number of all parts."""

@@ -7,12 +7,13 @@ from abc import abstractmethod
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, SupportsIndex, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import dtype_names, is_traced, nbytes
-from jaxkv.core.partitioning import Partitioned
+from jaxkv.core.partitioning import Partitioned, Sharded, ShardingRules
 from jaxkv.core.repr import format_bytes
 from jaxkv.draw.cell_view import CellView
 from jaxkv.plan import Reason
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, UInt32
 
     from jaxkv.cache_spec import CacheSpec
-    from jaxkv.core.partitioning import ShardingRules
     from jaxkv.core.types import AnyMesh
     from jaxkv.spec import TableSpec
 
@@ -108,7 +108,7 @@ class MaintenancePlan(Partitioned):
         return P(sharding_rules.split(mesh, streams=self.spec.streams)["streams"])
 
 
-class CacheTable(Partitioned):
+class CacheTable(Sharded):
     """Table of a cache: the methods that are called by edits, plans and loops.
 
     An edit of a sequence id outside `[0, Q)` has no effect, but -1 in `seq_rm` means all sequences.
@@ -131,24 +131,16 @@ class CacheTable(Partitioned):
     def is_batch(self) -> bool:
         """Whether the table is for a batch of caches: each array has an additional leading axis."""
 
-    sharding_rules: ShardingRules | None
-    """Mesh axes that split the cache; None on one device."""
-
-    @abstractmethod
-    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> Self:
-        """Return the table with the given sharding rules."""
-
-    @abstractmethod
-    def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table and the buffers.
-
-        If `buffers` is None, the second result is None.
-        """
-
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
-        """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
+        """Return a `PartitionSpec` for each array; the mesh splits streams."""
         del sharding_rules  # the rules of the table are used
-        return self.partition_specs(None, mesh)[0]
+        rules = self.sharding_rules or ShardingRules()
+        streams = P(rules.split(mesh, streams=self.spec.streams)["streams"])
+        return jax.tree.map(lambda _: streams, self)
+
+    @abstractmethod
+    def buffer_specs(self, buffers: Any, mesh: AnyMesh) -> Any:
+        """Return a `PartitionSpec` for each array of the buffers."""
 
     def pair_parts_with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
         """Return each part with its buffers; a table that is not hybrid is its only part."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.dtypes import float0
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+
+from jaxkv.core.pytree import pytree_dataclass, static_field
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, Shaped
@@ -160,6 +162,20 @@ class AxisPartition:
     def partition_spec(self) -> P:
         """`PartitionSpec` of an array `[S, K, N, ...]`."""
         return P(self.streams, self.kv_heads, self.cells)
+
+
+@pytree_dataclass
+class Sharded(Partitioned):
+    """Base class of tables; a mesh splits their streams.
+
+    sharding_rules: Mesh axes that split the cache, static; None on one device.
+    """
+
+    sharding_rules: ShardingRules | None = static_field(default=None)
+
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> Self:
+        """Return the table with the given sharding rules."""
+        return replace(self, sharding_rules=sharding_rules)
 
 
 def check_sharding_rules(rules: object) -> ShardingRules:

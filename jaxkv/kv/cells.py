@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import DROP, divmod_nonnegative, indices_of_true, resolve_range_end
 from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
-from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.partitioning import Sharded
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.window import Window
 
@@ -35,7 +35,7 @@ Placement = Literal["any", "striped", "tiled"]
 
 
 @pytree_dataclass
-class Cells:
+class Cells(Sharded):
     """Table of S streams of N cells for Q sequences; the base class of `CellTable`.
 
     Sequence q is in stream q // (Q // S). A cell has an owner if and only if it has a position.
@@ -67,7 +67,6 @@ class Cells:
     shards: int = static_field()
     window: Window | None = static_field()
     ubatch_size: int | None = static_field()
-    sharding_rules: ShardingRules | None = static_field(default=None)
 
     @property
     def is_batch(self) -> bool:

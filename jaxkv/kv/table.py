@@ -4,7 +4,6 @@
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ from jaxkv.table import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, PyTree
+    from jaxtyping import Array, Bool, Int32
 
     from jaxkv.core.types import AnyMesh
 
@@ -114,22 +113,14 @@ class CellTable(Cells, CacheTable):
         """Draw the cells as text; all arrays must be NumPy arrays."""
         return draw_cells(self.view_cells(), width)
 
-    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> CellTable:
-        """Return the table with the given sharding rules."""
-        return replace(self, sharding_rules=sharding_rules)
-
-    def partition_specs(
-        self, buffers: Buffers | None, mesh: AnyMesh
-    ) -> tuple[PyTree, Buffers | None]:
-        """Return a `PartitionSpec` for each array of the table and the buffers."""
-        rules = self.sharding_rules or ShardingRules()
+    def buffer_specs(self, buffers: Buffers, mesh: AnyMesh) -> Buffers:
+        """Return a `PartitionSpec` for each array of the buffers."""
+        rules, depth = self.sharding_rules or ShardingRules(), buffers.layers_per_array
 
         def spec_of_array(x: jax.Array) -> P:
-            depth = 1 if buffers is None else buffers.layers_per_array
             return AxisPartition(**rules.split(mesh, **shardable_sizes(x, depth))).partition_spec
 
-        streams = P(rules.split(mesh, streams=self.streams)["streams"])
-        return jax.tree.map(lambda _: streams, self), jax.tree.map(spec_of_array, buffers)
+        return jax.tree.map(spec_of_array, buffers)
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return the number of layers, L."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,14 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.partitioning import (
-    ShardingRules,
     broadcast_from_owner,
     current_mesh,
     make_axis_partition,
     map_shards,
     to_local_index,
 )
-from jaxkv.recurrent.states import States, T
+from jaxkv.recurrent.states import States
 from jaxkv.step import Step, map_step
 from jaxkv.ubatch import row_mesh_axes
 
@@ -54,9 +54,9 @@ def read_layer_states(
 
         return jax.tree.map(gather_state, arrays)
 
-    array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
-    state_specs = {name: P(rows, *state_partition_axes(table, name)) for name in arrays}
-    return map_step(step, streams, read_on_shard, (arrays,), (array_specs,), state_specs)
+    array_specs = state_specs(table, arrays, (streams, None))
+    out_specs = state_specs(table, arrays, (rows,))
+    return map_step(step, streams, read_on_shard, (arrays,), (array_specs,), out_specs)
 
 
 @jax.jit
@@ -81,17 +81,9 @@ def write_layer_states(
 
         return jax.tree.map(put_state, arrays, states)
 
-    array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
-    state_specs = {name: P(rows, None, *state_partition_axes(table, name)) for name in arrays}
-    in_specs = state_specs, array_specs
+    array_specs = state_specs(table, arrays, (streams, None))
+    in_specs = state_specs(table, arrays, (rows, None)), array_specs
     return map_step(step, streams, write_on_shard, (states, arrays), in_specs, array_specs)
-
-
-def table_partition_specs(table: T, mesh: AnyMesh) -> T:
-    """Return a `PartitionSpec` for each array of a table: the mesh splits streams."""
-    rules = table.sharding_rules or ShardingRules()
-    streams = rules.split(mesh, streams=table.streams)["streams"]
-    return jax.tree.map(lambda _: P(streams), table)
 
 
 def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
@@ -111,23 +103,26 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
 
         return jax.tree.map(copy_state, buffers)
 
-    buffer_specs = tuple(
-        {name: P(streams, None, *state_partition_axes(table, name)) for name in x} for x in buffers
-    )
+    buffer_specs = tuple(state_specs(table, arrays, (streams, None)) for arrays in buffers)
     run = map_shards(table.sharding_rules, copy_on_shard, (P(), P(), buffer_specs), buffer_specs)
     return run(source, target, buffers)
 
 
-def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
-    """Return the mesh axes of a state's dimensions; `mesh=None` means the current mesh."""
-    mesh = current_mesh(table.sharding_rules) if mesh is None else mesh
-    if table.sharding_rules is None or mesh is None:
-        return ()
-    for state, dimension, parts in table.shard_dims:
-        if state == name:
-            axes = table.sharding_rules.split(mesh, kv_heads=parts)["kv_heads"]
-            return (*[None] * dimension, axes) if axes else ()
-    return ()
+def state_specs(
+    table: States, names: Iterable[str], leading: tuple, mesh: AnyMesh | None = None
+) -> dict[str, P]:
+    """Return the `PartitionSpec` of each state, after the mesh axes of the leading dimensions.
+
+    `mesh=None` means the current mesh.
+    """
+    rules = table.sharding_rules
+    mesh = current_mesh(rules) if mesh is None else mesh
+    axes: dict[str, tuple] = {}
+    if rules is not None and mesh is not None:
+        for name, dimension, parts in table.shard_dims:
+            split = rules.split(mesh, kv_heads=parts)["kv_heads"]
+            axes[name] = (*[None] * dimension, split) if split else ()
+    return {name: P(*leading, *axes.get(name, ())) for name in names}
 
 
 def _unreadable_value(dtype: jnp.dtype) -> float | int:

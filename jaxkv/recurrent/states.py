@@ -18,7 +18,7 @@ import numpy as np
 from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
-from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.partitioning import Sharded
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.draw.cell_view import CellView
 from jaxkv.plan import Reason
@@ -31,7 +31,7 @@ T = TypeVar("T", bound="States")
 
 
 @pytree_dataclass
-class States:
+class States(Sharded):
     """The E + 1 newest states of each of Q sequences, in S streams of N = Q / S * (E + 1) cells.
 
     Sequence q is in stream q // (Q // S). Each sequence has E + 1 (position, cell) pairs: first
@@ -55,7 +55,6 @@ class States:
     version: UInt32[Array, " S"]
     content: UInt32[Array, "S N"]
     first_position: Int32[Array, "S N"]
-    sharding_rules: ShardingRules | None = static_field(default=None)
     shard_dims: tuple[tuple[str, int, int], ...] = static_field(default=())
 
     @property

@@ -5,13 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
@@ -25,8 +23,7 @@ from jaxkv.recurrent import slots, states
 from jaxkv.recurrent.buffers import (
     Buffers,
     read_layer_states,
-    state_partition_axes,
-    table_partition_specs,
+    state_specs,
     write_layer_states,
 )
 from jaxkv.recurrent.states import States, empty_fields
@@ -35,7 +32,7 @@ from jaxkv.step import Step, without_buffers
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes, format_sizes
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
+    from jaxtyping import Array, Bool, Int, Int32, Shaped
 
     from jaxkv.core.types import AnyMesh
 
@@ -125,20 +122,11 @@ class StateTable(States, CacheTable):
         """Draw the positions of the states; all arrays must be NumPy arrays."""
         return draw_states(np.asarray(self.position), width)
 
-    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> StateTable:
-        """Return a copy of the table with the given sharding rules."""
-        return replace(self, sharding_rules=sharding_rules)
-
-    def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+    def buffer_specs(self, buffers: Buffers, mesh: AnyMesh) -> PyTree:
         """Return `PartitionSpec`s that split streams and the state dimensions of `shard_dims`."""
-        table = table_partition_specs(self, mesh)
-        if buffers is None:
-            return table, None
-        (streams,) = table.content
-        return table, tuple(
-            {name: P(streams, None, *state_partition_axes(self, name, mesh)) for name in layer}
-            for layer in buffers
-        )
+        rules = self.sharding_rules or ShardingRules()
+        leading = rules.split(mesh, streams=self.streams)["streams"], None
+        return tuple(state_specs(self, arrays, leading, mesh) for arrays in buffers)
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return the number of layers, L."""

@@ -29,7 +29,7 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
     check_mesh(mesh)
     check_sharding_rules(sharding_rules)
     table, buffers = split(cache)
-    specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
+    cache = merge(table.with_sharding_rules(sharding_rules), buffers)
 
     def to_sharding(spec: P) -> NamedSharding:
         # Programs return specs without trailing None, and JAX compiles again for another spec.
@@ -38,8 +38,8 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
             axes = axes[:-1]
         return NamedSharding(mesh, P(*axes))
 
-    where = jax.tree.map(to_sharding, specs, is_leaf=_is_partition_spec)
-    return Cache(table=where[0], buffers=where[1])
+    specs = cache.partition_by(sharding_rules, mesh)
+    return jax.tree.map(to_sharding, specs, is_leaf=_is_partition_spec)
 
 
 def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
