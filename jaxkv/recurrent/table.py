@@ -32,7 +32,7 @@ from jaxkv.step import Step, without_buffers
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes, format_sizes
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32, Shaped
+    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
 
     from jaxkv.core.types import AnyMesh
 
