@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
-from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import (
@@ -37,8 +36,10 @@ from jaxkv.kv.cells import (
     Cells,
     evicted_below_of_copy,
     incomplete_layers,
+    is_cell_empty,
     is_in_range,
     is_sequence,
+    with_owners,
 )
 from jaxkv.kv.shift import CHUNK
 from jaxkv.ops.layer_stack import map_arrays
@@ -101,34 +102,29 @@ def _replace_range(
 
     The table `source` has a single stream. Also returns how many cells of the buffers to copy.
     """
-    # A `dst` outside of `cells` belongs to another device and is skipped.
-    shared = is_in_range(source, start, stop)[0]  # [N]
+    shared = is_in_range(source, start, stop)  # [1, N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    end = jnp.where(is_copied, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
+    end = jnp.where(is_copied, jnp.max(jnp.where(shared[0], index, -1)) + 1, 0)
     count = _round_up_to_chunks(cells, end)
-    is_copied = is_copied & (dst >= 0) & (dst < cells.streams)
-    of_dst = jnp.where(is_copied, dst, 0)
-    old = cells.stamp[of_dst]
-
-    def row(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[jnp.where(is_copied, dst, cells.streams)].set(value, **DROP)
-
-    stamp = hash_overwritten_cells(old, source.stamp[0])
-    new = replace(
-        cells,
-        position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
-        owners=row(cells.owners, jnp.where(shared[None], source.owners[0], 0)),
-        shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
-        evicted_below=row(
-            cells.evicted_below, evicted_below_of_copy(source, jnp.int32(0), start, stop)
-        ),
-        stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
-        content=row(cells.content, source.content[0]),
-        incomplete=jax.tree.map(
-            lambda x, of: row(x, of[0]), cells.incomplete, incomplete_layers(source)
-        ),
+    copy = replace(
+        with_owners(source, jnp.where(shared[:, None], source.owners, 0)),
+        evicted_below=evicted_below_of_copy(source, jnp.int32(0), start, stop)[None],
+        incomplete=incomplete_layers(source),
     )
-    return new, count
+    return _put_streams(cells, copy, jnp.where(is_copied, dst, cells.streams)[None], count), count
+
+
+def _put_streams(cells: C, copies: C, targets: jax.Array, count: jax.Array) -> C:
+    """Replace streams `targets` by those of `copies`, and change the stamps of `count` cells."""
+    # A target outside of `cells` belongs to another device and is skipped.
+    old = cells.stamp.at[targets].get(**FILL, fill_value=0)
+    is_written = jnp.arange(cells.num_cells, dtype=jnp.int32) < count
+    stamp = jnp.where(is_written, hash_overwritten_cells(old, copies.stamp), old)
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[targets].set(value, **DROP)
+
+    return jax.tree.map(put, cells, replace(copies, stamp=stamp))
 
 
 def _copy_runs(
@@ -186,21 +182,14 @@ def select_between_streams(
 def _replace_streams(
     axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Replace stream `targets[i]` of the table by stream `source[i]`, if `does[i]` is True."""
-    lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
+    """Replace stream `targets[i]` by stream `source[i]`, if `is_copied[i]` is True."""
+    copies = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    used_cells = jnp.where(is_copied[:, None] & (lines.position != EMPTY), index, -1)
+    used_cells = jnp.where(is_copied[:, None] & ~is_cell_empty(copies), index, -1)
     count = _round_up_to_chunks(cells, jnp.max(used_cells) + 1)
     local, is_own = to_local_index(targets, axes, cells.streams)
     local = jnp.where(is_copied & is_own, local, cells.streams)
-    old = cells.stamp.at[local].get(**FILL, fill_value=0)
-    stamp = jnp.where(index < count, hash_overwritten_cells(old, lines.stamp), old)
-    lines = replace(lines, stamp=stamp)
-
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[local].set(value, **DROP)
-
-    return jax.tree.map(put, cells, lines), count
+    return _put_streams(cells, copies, local, count), count
 
 
 def _select_cells(
@@ -211,7 +200,7 @@ def _select_cells(
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Copy `count` cells of stream `source[i]` to stream `targets[i]`, if `does[i]` is True."""
+    """Copy `count` cells of stream `source[i]` to stream `targets[i]`, if `is_copied[i]`."""
     share, size, count = _local_chunk_sizes(split, arrays, count)
 
     def select_chunk(
