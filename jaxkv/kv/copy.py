@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -36,7 +35,6 @@ from jaxkv.kv.cells import (
     Cells,
     evicted_below_of_copy,
     incomplete_layers,
-    is_cell_empty,
     is_in_range,
     is_sequence,
     with_owners,
@@ -59,9 +57,11 @@ def copy_between_streams(
     """Replace sequences `dst` (except `src`) by copies of the tokens of `src` in a range."""
     # Copied tokens keep their cell indices, so contiguous cells are copied as slices.
     targets = jnp.atleast_1d(dst)
+    is_copied = is_sequence(cells, src) & is_sequence(cells, targets) & (src != targets)
 
     def copy_into_target(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
-        cells, count = _copy_range(carry[0], src, targets[i], start, stop)
+        pair = src[None], targets[i, None]
+        cells, count = _replace_streams(carry[0], *pair, is_copied[i, None], start, stop)
         return cells, carry[1].at[i].set(count)
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
@@ -71,60 +71,41 @@ def copy_between_streams(
     return table, map_kv(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
 
 
-def _copy_range(
-    cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[C, jax.Array]:
-    """Copy a range of `src` to `dst` in the table; return how many cells to copy in buffers."""
-    is_copied = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
-    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-
-    def copy_on_shard(
-        cells: C, is_copied: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
-    ) -> tuple[C, jax.Array]:
-        source = jax.tree.map(lambda field: gather_sharded(field, axes, src)[None], cells)
-        return _replace_range(
-            cells, source, is_copied, dst - first_local_index(axes, cells.streams), *bounds
-        )
-
-    run = map_shards(cells.sharding_rules, copy_on_shard, (P(axes), *(P(),) * 5), (P(axes), P()))
-    return run(cells, is_copied, src, dst, start, stop)
-
-
-def _replace_range(
+def _replace_streams(
     cells: C,
-    source: C,
+    source: jax.Array,
+    targets: jax.Array,
     is_copied: jax.Array,
-    dst: jax.Array,
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """If `is_copied`, replace stream `dst` by the cells of `source` in a range of positions.
+    """Replace each stream `targets[i]` by a range of stream `source[i]`, if `is_copied[i]`.
 
-    The table `source` has a single stream. Also returns how many cells of the buffers to copy.
+    Also returns how many cells of the buffers to copy.
     """
-    shared = is_in_range(source, start, stop)  # [1, N]
-    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    end = jnp.where(is_copied, jnp.max(jnp.where(shared[0], index, -1)) + 1, 0)
-    count = _round_up_to_chunks(cells, end)
-    copy = replace(
-        with_owners(source, jnp.where(shared[:, None], source.owners, 0)),
-        evicted_below=evicted_below_of_copy(source, jnp.int32(0), start, stop)[None],
-        incomplete=incomplete_layers(source),
-    )
-    return _put_streams(cells, copy, jnp.where(is_copied, dst, cells.streams)[None], count), count
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
+    def replace_on_shard(
+        cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array, *bounds: jax.Array
+    ) -> tuple[C, jax.Array]:
+        copies = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
+        is_kept, index = is_in_range(copies, *bounds), jnp.arange(cells.num_cells, dtype=jnp.int32)
+        count = 1 + jnp.max(jnp.where(is_copied[:, None] & is_kept, index, -1))
+        count = _round_up_to_chunks(cells, count)
+        # A target of another device is skipped.
+        target, is_own = to_local_index(targets, axes, cells.streams)
+        target = jnp.where(is_copied & is_own, target, cells.streams)
+        old = cells.stamp.at[target].get(**FILL, fill_value=0)
+        new = replace(
+            with_owners(copies, jnp.where(is_kept[:, None], copies.owners, 0)),
+            evicted_below=evicted_below_of_copy(copies, jnp.arange(len(source)), *bounds),
+            stamp=jnp.where(index < count, hash_overwritten_cells(old, copies.stamp), old),
+            incomplete=incomplete_layers(copies),
+        )
+        return jax.tree.map(lambda x, value: x.at[target].set(value, **DROP), cells, new), count
 
-def _put_streams(cells: C, copies: C, targets: jax.Array, count: jax.Array) -> C:
-    """Replace streams `targets` by those of `copies`, and change the stamps of `count` cells."""
-    # A target outside of `cells` belongs to another device and is skipped.
-    old = cells.stamp.at[targets].get(**FILL, fill_value=0)
-    is_written = jnp.arange(cells.num_cells, dtype=jnp.int32) < count
-    stamp = jnp.where(is_written, hash_overwritten_cells(old, copies.stamp), old)
-
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[targets].set(value, **DROP)
-
-    return jax.tree.map(put, cells, replace(copies, stamp=stamp))
+    run = map_shards(cells.sharding_rules, replace_on_shard, (P(axes), *(P(),) * 5), (P(axes), P()))
+    return run(cells, source, targets, is_copied, start, stop)
 
 
 def _copy_runs(
@@ -166,30 +147,11 @@ def select_between_streams(
     is_copied = is_sequence(cells, targets)
     targets = jnp.where(is_copied, targets, cells.streams)
     source = jnp.where(is_copied, parents, 0)
-    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-    run = map_shards(
-        cells.sharding_rules,
-        partial(_replace_streams, axes),
-        (P(axes), P(), P(), P()),
-        (P(axes), P()),
-    )
-    selected, count = run(cells, source, targets, is_copied)
+    everything = jnp.int32(0), jnp.int32(-1)
+    selected, count = _replace_streams(cells, source, targets, is_copied, *everything)
     return selected, map_kv(
         cells.sharding_rules, buffers, _select_cells, source, targets, is_copied, count
     )
-
-
-def _replace_streams(
-    axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array
-) -> tuple[C, jax.Array]:
-    """Replace stream `targets[i]` by stream `source[i]`, if `is_copied[i]` is True."""
-    copies = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
-    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    used_cells = jnp.where(is_copied[:, None] & ~is_cell_empty(copies), index, -1)
-    count = _round_up_to_chunks(cells, jnp.max(used_cells) + 1)
-    local, is_own = to_local_index(targets, axes, cells.streams)
-    local = jnp.where(is_copied & is_own, local, cells.streams)
-    return _put_streams(cells, copies, local, count), count
 
 
 def _select_cells(

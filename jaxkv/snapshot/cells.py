@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 CHUNK = 256
 """Number of cells that one read or write transfers."""
 
-SAVED = [name for name in INITIAL if name != "stamp"]
-"""Fields of the record of a cell that a snapshot has; a loaded cell gets a new stamp."""
+SAVED = [name for name in INITIAL if name not in ("owners", "stamp")]
+"""Fields of a cell that are saved as they are; a loaded cell gets other owners and a new stamp."""
 
 
 class CellPart(Part[CellTable, Buffers, "CellDescription"]):
@@ -140,11 +140,11 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         words = _owner_words(host, sequences, np.arange(host.streams))
         owners = host.owners & words[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
-        saved = replace(host.record, owners=owners)
         arrays = {
-            **{name: getattr(saved, name)[stream, ..., cell] for name in SAVED},
+            **{name: getattr(host, name)[stream, ..., cell] for name in SAVED},
             "stream": stream,
             "cell": cell,
+            "owners": owners[stream, :, cell],
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
 
@@ -160,7 +160,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         """Return the shapes and dtypes of the arrays from `extract_sequences`."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         forms: dict[str, Form] = dict.fromkeys(("stream", "cell"), each)
-        for name in SAVED:
+        for name in (*SAVED, "owners"):
             field = getattr(table, name)  # [S, ..., N]
             forms[name] = jax.ShapeDtypeStruct((count, *field.shape[1:-1]), field.dtype)
         forms["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
@@ -219,8 +219,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
         slots = _choose(rest, open_cells) if fresh else jnp.asarray(gather_by_origin("cell"))
         slots = np.where(is_filled, slots, np.asarray(out_of_range_slots(slots)))
-        fields = {name: gather_by_origin(name) for name in SAVED if name != "owners"}
-        fields["owners"] = owners
+        fields = {"owners": owners, **{name: gather_by_origin(name) for name in SAVED}}
         filled = _occupy_cells(rest, slots, fields, origin, np.uint32(seed))
         streams = np.broadcast_to(
             np.arange(table.streams, dtype=np.int32)[:, None], is_filled.shape
