@@ -231,8 +231,8 @@ def seq_cp(
 
 
 def evicted_below_of_copy(
-    cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
-) -> Int32[Array, ""]:
+    cells: Cells, seq: Int32[Array, "*n"], start: Int32[Array, ""], stop: Int32[Array, ""]
+) -> Int32[Array, "*n"]:
     """Return `evicted_below` of a new sequence that is a copy of a range of `seq`."""
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)

@@ -89,7 +89,8 @@ def _replace_streams(
         cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array, *bounds: jax.Array
     ) -> tuple[C, jax.Array]:
         copies = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
-        is_kept, index = is_in_range(copies, *bounds), jnp.arange(cells.num_cells, dtype=jnp.int32)
+        index, own = (jnp.arange(n, dtype=jnp.int32) for n in (cells.num_cells, len(source)))
+        is_kept = is_in_range(copies, *bounds)
         count = 1 + jnp.max(jnp.where(is_copied[:, None] & is_kept, index, -1))
         count = _round_up_to_chunks(cells, count)
         # A target of another device is skipped.
@@ -98,7 +99,7 @@ def _replace_streams(
         old = cells.stamp.at[target].get(**FILL, fill_value=0)
         new = replace(
             with_owners(copies, jnp.where(is_kept[:, None], copies.owners, 0)),
-            evicted_below=evicted_below_of_copy(copies, jnp.arange(len(source)), *bounds),
+            evicted_below=evicted_below_of_copy(copies, own, *bounds),
             stamp=jnp.where(index < count, hash_overwritten_cells(old, copies.stamp), old),
             incomplete=incomplete_layers(copies),
         )

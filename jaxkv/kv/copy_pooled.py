@@ -181,7 +181,7 @@ def _plan_transfer(
         ids = jnp.where(is_cross_stream, ids, cells.sequences)
         return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
 
-    evicted_below = jax.vmap(lambda seq: evicted_below_of_copy(cells, seq, start, stop))(parents)
+    evicted_below = evicted_below_of_copy(cells, parents, start, stop)
     base = replace(
         with_owners(base, base.owners & ~combine_sequence_bits(targets)[..., None]),
         evicted_below=base.evicted_below.at[

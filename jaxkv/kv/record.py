@@ -1,7 +1,7 @@
-"""`CellRecord`: what a table stores for each cell, as one tree.
+"""`CellRecord`: all that a table stores for each cell, as one tree.
 
-Code that copies or moves cells maps over this tree, so a field that is added to the class moves
-with its cell everywhere. N is the last axis of each field; another axis may lie between S and N.
+Code that stores, copies, moves or saves cells maps over this tree, so that a new field is declared
+here and needs no line elsewhere. N is the last axis of each field.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxkv.core.constants import EMPTY
 from jaxkv.core.pytree import field_values, pytree_dataclass
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, UInt32
+    from jaxtyping import Array, Int, Int32, UInt32
 
 R = TypeVar("R", bound="CellRecord")
 T = TypeVar("T")
@@ -57,19 +57,19 @@ def with_record(cells: R, record: CellRecord) -> R:
     return replace(cells, **field_values(record))
 
 
-def gather_cells(record: T, cell: Int32[Array, "S n"]) -> T:
+def gather_cells(record: T, cell: Int[Array, "S n"]) -> T:
     """Return all fields of the given cells of each stream; 0 for cells past the last one."""
 
     def gather_row(row: jax.Array, cell: jax.Array) -> jax.Array:
         return row.at[..., cell].get(**FILL, fill_value=0)
 
-    return jax.tree.map(lambda field: jax.vmap(gather_row)(field, cell), record)
+    return jax.tree.map(lambda x: jax.vmap(gather_row)(x, cell), record)
 
 
-def scatter_cells(record: T, cell: Int32[Array, "S n"], new: T) -> T:
+def scatter_cells(record: T, cell: Int[Array, "S n"], new: T) -> T:
     """Write the fields of `new` into distinct cells of each stream; skip cells past the last."""
 
     def scatter_row(row: jax.Array, new: jax.Array, cell: jax.Array) -> jax.Array:
         return row.at[..., cell].set(new, **DROP, unique_indices=True)
 
-    return jax.tree.map(lambda field, new: jax.vmap(scatter_row)(field, new, cell), record, new)
+    return jax.tree.map(lambda old, new: jax.vmap(scatter_row)(old, new, cell), record, new)
