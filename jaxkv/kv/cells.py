@@ -19,6 +19,7 @@ from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import Sharded
 from jaxkv.core.pytree import pytree_dataclass, static_field
+from jaxkv.kv.record import INITIAL, CellRecord
 from jaxkv.window import Window
 
 if TYPE_CHECKING:
@@ -35,19 +36,12 @@ Placement = Literal["any", "striped", "tiled"]
 
 
 @pytree_dataclass
-class Cells(Sharded):
+class Cells(CellRecord, Sharded):
     """Table of S streams of N cells for Q sequences; the base class of `CellTable`.
 
     Sequence q is in stream q // (Q // S). A cell has an owner if and only if it has a position.
 
-    position: Position of the token in each cell; EMPTY (-1) for an empty cell.
-    owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
-    shift: Position of each cell minus the position for which its key is rotated; 0 if empty.
     evicted_below: One past the highest evicted position of each sequence.
-    stamp: Number of each cell's keys and values; every overwrite of the cell changes this number.
-      A cell that a ubatch fills gets a hash of the version of its stream and of its index.
-    content: Hash of each cell's token and of the position for which the key was computed. Copies
-      and moves of a cell preserve this hash.
     version: Number of each stream; every ubatch and every edit that changes the stream changes it.
     incomplete: Whether each layer lacks keys of tokens of each stream; None if the cache is not
       stacked, because then `Step.cache` raises if a layer was not written.
@@ -55,12 +49,7 @@ class Cells(Sharded):
     ubatch_size: Largest number of tokens of a ubatch, static; None for no limit.
     """
 
-    position: Int32[Array, "S N"]
-    owners: UInt32[Array, "S W N"]
-    shift: Int32[Array, "S N"]
     evicted_below: Int32[Array, " Q"]
-    stamp: UInt32[Array, "S N"]
-    content: UInt32[Array, "S N"]
     version: UInt32[Array, " S"]
     incomplete: Bool[Array, "S L"] | None
     placement: Placement = static_field()
@@ -99,14 +88,13 @@ def empty_fields(
     *, stacked_layers: int, cells: int, sequences: int, streams: int
 ) -> dict[str, jax.Array | None]:
     """Return the arrays of `Cells` for a table of empty cells, by field name."""
-    words = -(-(sequences // streams) // WORD)
+    shapes = {"owners": (streams, -(-(sequences // streams) // WORD), cells)}
+    record = {
+        name: jnp.full(shapes.get(name, (streams, cells)), value) for name, value in INITIAL.items()
+    }
     return {
-        "position": jnp.full((streams, cells), EMPTY, jnp.int32),
-        "owners": jnp.zeros((streams, words, cells), jnp.uint32),
-        "shift": jnp.zeros((streams, cells), jnp.int32),
+        **record,
         "evicted_below": jnp.zeros((sequences,), jnp.int32),
-        "stamp": jnp.zeros((streams, cells), jnp.uint32),
-        "content": jnp.zeros((streams, cells), jnp.uint32),
         "version": jnp.zeros((streams,), jnp.uint32),
         "incomplete": jnp.zeros((streams, stacked_layers), bool) if stacked_layers else None,
     }
@@ -242,8 +230,8 @@ def seq_cp(
 
 
 def evicted_below_of_copy(
-    cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
-) -> Int32[Array, ""]:
+    cells: Cells, seq: Int32[Array, "*n"], start: Int32[Array, ""], stop: Int32[Array, ""]
+) -> Int32[Array, "*n"]:
     """Return `evicted_below` of a new sequence that is a copy of a range of `seq`."""
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
@@ -277,14 +265,9 @@ def seq_keep(cells: C, seq: Int32[Array, ""]) -> C:
 
 
 def clear(cells: C) -> C:
-    """Empty all cells; set `shift` and `evicted_below` to 0."""
-    return replace(
-        cells,
-        position=jnp.full_like(cells.position, EMPTY),
-        owners=jnp.zeros_like(cells.owners),
-        shift=jnp.zeros_like(cells.shift),
-        evicted_below=jnp.zeros_like(cells.evicted_below),
-    )
+    """Empty all cells; set `evicted_below` to 0."""
+    cells = with_owners(cells, jnp.zeros_like(cells.owners))
+    return replace(cells, evicted_below=jnp.zeros_like(cells.evicted_below))
 
 
 def fold_over_true(asked: Bool[Array, " n"], function: Callable[[jax.Array, T], T], start: T) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,11 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
-from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.partitioning import (
-    first_local_index,
     gather_sharded,
     make_axis_partition,
     map_shards,
@@ -29,6 +26,7 @@ from jaxkv.kv.cells import (
     incomplete_layers,
     is_in_range,
     is_sequence,
+    with_owners,
 )
 from jaxkv.kv.shard import Shard
 from jaxkv.kv.shift import CHUNK
@@ -49,9 +47,11 @@ def copy_between_streams(
     """Replace sequences `dst` (except `src`) by copies of the tokens of `src` in a range."""
     # Copied tokens keep their cell indices, so contiguous cells are copied as slices.
     targets = jnp.atleast_1d(dst)
+    is_copied = is_sequence(cells, src) & is_sequence(cells, targets) & (src != targets)
 
     def copy_into_target(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
-        cells, count = _copy_range(carry[0], src, targets[i], start, stop)
+        pair = src[None], targets[i, None]
+        cells, count = _replace_streams(carry[0], *pair, is_copied[i, None], start, stop)
         return cells, carry[1].at[i].set(count)
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
@@ -61,65 +61,42 @@ def copy_between_streams(
     return table, map_kv(cells, buffers, _copy_runs, src, targets, counts)
 
 
-def _copy_range(
-    cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[C, jax.Array]:
-    """Copy a range of `src` to `dst` in the table; return how many cells to copy in buffers."""
-    is_copied = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
-    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-
-    def copy_on_shard(
-        cells: C, is_copied: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
-    ) -> tuple[C, jax.Array]:
-        source = jax.tree.map(lambda field: gather_sharded(field, axes, src)[None], cells)
-        return _replace_range(
-            cells, source, is_copied, dst - first_local_index(axes, cells.streams), *bounds
-        )
-
-    run = map_shards(cells.sharding_rules, copy_on_shard, (P(axes), *(P(),) * 5), (P(axes), P()))
-    return run(cells, is_copied, src, dst, start, stop)
-
-
-def _replace_range(
+def _replace_streams(
     cells: C,
-    source: C,
+    source: jax.Array,
+    targets: jax.Array,
     is_copied: jax.Array,
-    dst: jax.Array,
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """If `is_copied`, replace stream `dst` by the cells of `source` in a range of positions.
+    """Replace each stream `targets[i]` by a range of stream `source[i]`, if `is_copied[i]`.
 
-    The table `source` has a single stream. Also returns how many cells of the buffers to copy.
+    Also returns how many cells of the buffers to copy.
     """
-    # A `dst` outside of `cells` belongs to another device and is skipped.
-    shared = is_in_range(source, start, stop)[0]  # [N]
-    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    end = jnp.where(is_copied, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
-    count = _round_up_to_chunks(cells, end)
-    is_copied = is_copied & (dst >= 0) & (dst < cells.streams)
-    of_dst = jnp.where(is_copied, dst, 0)
-    old = cells.stamp[of_dst]
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
-    def row(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[jnp.where(is_copied, dst, cells.streams)].set(value, **DROP)
+    def replace_on_shard(
+        cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array, *bounds: jax.Array
+    ) -> tuple[C, jax.Array]:
+        copies = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
+        index, own = (jnp.arange(n, dtype=jnp.int32) for n in (cells.num_cells, len(source)))
+        is_kept = is_in_range(copies, *bounds)
+        count = 1 + jnp.max(jnp.where(is_copied[:, None] & is_kept, index, -1))
+        count = _round_up_to_chunks(cells, count)
+        # A target of another device is skipped.
+        target, is_own = to_local_index(targets, axes, cells.streams)
+        target = jnp.where(is_copied & is_own, target, cells.streams)
+        old = cells.stamp.at[target].get(**FILL, fill_value=0)
+        new = replace(
+            with_owners(copies, jnp.where(is_kept[:, None], copies.owners, 0)),
+            evicted_below=evicted_below_of_copy(copies, own, *bounds),
+            stamp=jnp.where(index < count, hash_overwritten_cells(old, copies.stamp), old),
+            incomplete=incomplete_layers(copies),
+        )
+        return jax.tree.map(lambda x, value: x.at[target].set(value, **DROP), cells, new), count
 
-    stamp = hash_overwritten_cells(old, source.stamp[0])
-    new = replace(
-        cells,
-        position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
-        owners=row(cells.owners, jnp.where(shared[None], source.owners[0], 0)),
-        shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
-        evicted_below=row(
-            cells.evicted_below, evicted_below_of_copy(source, jnp.int32(0), start, stop)
-        ),
-        stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
-        content=row(cells.content, source.content[0]),
-        incomplete=jax.tree.map(
-            lambda x, of: row(x, of[0]), cells.incomplete, incomplete_layers(source)
-        ),
-    )
-    return new, count
+    run = map_shards(cells.sharding_rules, replace_on_shard, (P(axes), *(P(),) * 5), (P(axes), P()))
+    return run(cells, source, targets, is_copied, start, stop)
 
 
 def _copy_runs(
@@ -159,35 +136,9 @@ def select_between_streams(
     is_copied = is_sequence(cells, targets)
     targets = jnp.where(is_copied, targets, cells.streams)
     source = jnp.where(is_copied, parents, 0)
-    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-    run = map_shards(
-        cells.sharding_rules,
-        partial(_replace_streams, axes),
-        (P(axes), P(), P(), P()),
-        (P(axes), P()),
-    )
-    selected, count = run(cells, source, targets, is_copied)
+    everything = jnp.int32(0), jnp.int32(-1)
+    selected, count = _replace_streams(cells, source, targets, is_copied, *everything)
     return selected, map_kv(cells, buffers, _select_cells, source, targets, is_copied, count)
-
-
-def _replace_streams(
-    axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array
-) -> tuple[C, jax.Array]:
-    """Replace stream `targets[i]` of the table by stream `source[i]`, if `does[i]` is True."""
-    lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
-    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    used_cells = jnp.where(is_copied[:, None] & (lines.position != EMPTY), index, -1)
-    count = _round_up_to_chunks(cells, jnp.max(used_cells) + 1)
-    local, is_own = to_local_index(targets, axes, cells.streams)
-    local = jnp.where(is_copied & is_own, local, cells.streams)
-    old = cells.stamp.at[local].get(**FILL, fill_value=0)
-    stamp = jnp.where(index < count, hash_overwritten_cells(old, lines.stamp), old)
-    lines = replace(lines, stamp=stamp)
-
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[local].set(value, **DROP)
-
-    return jax.tree.map(put, cells, lines), count
 
 
 def _select_cells(
@@ -198,7 +149,7 @@ def _select_cells(
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Copy `count` cells of stream `source[i]` to stream `targets[i]`, if `does[i]` is True."""
+    """Copy `count` cells of stream `source[i]` to stream `targets[i]`, if `is_copied[i]`."""
     share = arrays[0][0].shape[2]
     size, count = min(CHUNK, share), shard.count_cells(count, share)
     shard = shard._replace(cells=())  # cell indices do not change, so shards are independent

@@ -28,7 +28,6 @@ from jaxkv.kv.buffers import Buffers, map_kv
 from jaxkv.kv.cells import (
     C,
     Cells,
-    clear,
     evicted_below_of_copy,
     fold_over_true,
     incomplete_layers,
@@ -41,6 +40,7 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.cells import seq_cp as share
+from jaxkv.kv.record import CellRecord
 from jaxkv.kv.shard import Shard
 from jaxkv.kv.sharded import map_streams
 from jaxkv.kv.shift import CHUNK
@@ -67,13 +67,13 @@ class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
     base: Table with the new owners of shared cells, but without the tokens to copy.
-    new_cells: Table of the tokens to copy, with their new owners.
+    new_cells: Cells of the tokens to copy, with their new owners.
     origin: Index of each cell to copy, stream * N + cell. In `origin`, `slots` and `new_cells`,
       only the first `need.demand[s]` entries of stream s are valid.
     """
 
     base: C
-    new_cells: C
+    new_cells: CellRecord
     origin: Int32[Array, "S N"]
     slots: Int32[Array, "S N"]
     need: CopyDemand
@@ -173,7 +173,7 @@ def _plan_transfer(
         ids = jnp.where(is_cross_stream, ids, cells.sequences)
         return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
 
-    evicted_below = jax.vmap(lambda seq: evicted_below_of_copy(cells, seq, start, stop))(parents)
+    evicted_below = evicted_below_of_copy(cells, parents, start, stop)
     base = replace(
         with_owners(base, base.owners & ~combine_sequence_bits(targets)[..., None]),
         evicted_below=base.evicted_below.at[
@@ -208,7 +208,7 @@ def _queue_copies(
     like: jax.Array,
     start: jax.Array,
     stop: jax.Array,
-) -> tuple[C, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[CellRecord, jax.Array, jax.Array, jax.Array, jax.Array]:
     """List the cells to copy into each stream of a device, and choose slots in `open_cells`."""
     # Targets i and j share one copy if `like[i, j]`.
     (streams, words, bits_of), (theirs, word, bit) = (
@@ -220,13 +220,12 @@ def _queue_copies(
     first = jnp.any(like, axis=1) & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
-    def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
-        new_cells, origin, num_copied = queue
-        line = [cells.position, cells.owners, cells.shift, cells.stamp, cells.content]
-        line = [gather_sharded(field, axes, theirs[i]) for field in line]
-        position, owners, shift, stamp, content = line
-        is_copied = (owners[word[i]] >> bit[i]) & 1 == 1
-        is_copied &= (position >= jnp.maximum(start, 0)) & (position < resolve_range_end(stop))
+    def queue_parent_cells(i: jax.Array, queue: tuple) -> tuple:
+        *entries, num_copied = queue
+        line = jax.tree.map(lambda field: gather_sharded(field, axes, theirs[i]), cells.record)
+        is_copied = (line.owners[word[i]] >> bit[i]) & 1 == 1
+        is_copied &= line.position >= jnp.maximum(start, 0)
+        is_copied &= line.position < resolve_range_end(stop)
         count = jnp.cumsum(is_copied, dtype=jnp.int32)
         stream, is_own = to_local_index(streams[i], axes, cells.streams)
         rank = index - num_copied[stream]
@@ -237,19 +236,13 @@ def _queue_copies(
         def put(field: jax.Array, value: jax.Array) -> jax.Array:
             return field.at[stream].set(jnp.where(these, value, field[stream]))
 
-        new_cells = replace(
-            new_cells,
-            position=put(new_cells.position, position[cell]),
-            owners=put(new_cells.owners, whose[:, None]),
-            shift=put(new_cells.shift, shift[cell]),
-            stamp=put(new_cells.stamp, stamp[cell]),
-            content=put(new_cells.content, content[cell]),
-        )
-        origin = put(origin, theirs[i] * cells.num_cells + cell)
-        return new_cells, origin, num_copied.at[stream].add(jnp.where(is_own, count[-1], 0))
+        line = replace(jax.tree.map(lambda x: x[..., cell], line), owners=whose[:, None])
+        entries = jax.tree.map(put, entries, [line, theirs[i] * cells.num_cells + cell])
+        return *entries, num_copied.at[stream].add(jnp.where(is_own, count[-1], 0))
 
-    none = jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
-    new_cells, origin, num_copied = fold_over_true(first, queue_parent_cells, (clear(base), *none))
+    # Entries past the last cell to copy are not read, so they may have any values.
+    queue = cells.record, jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
+    new_cells, origin, num_copied = fold_over_true(first, queue_parent_cells, queue)
     return (
         new_cells,
         origin,

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, FILL, indices_of_true, search_sorted
-from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import Buffers, map_kv
-from jaxkv.kv.cells import C, Cells, is_cell_empty
+from jaxkv.kv.cells import C, Cells, is_cell_empty, with_owners
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.record import gather_cells, scatter_cells, with_record
 from jaxkv.kv.shard import Shard
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.tiles import tile_size
@@ -62,23 +62,12 @@ class DefragPlan(MaintenancePlan):
         def move_chunk(i: jax.Array, table: C) -> C:
             source, destination = _list_chunk_moves(self, size, i)
 
-            def move_field(field: jax.Array, vacated: int) -> jax.Array:
-                value = _gather_cells(field, source)
-                return _scatter_cells(_scatter_cells(field, source, vacated), destination, value)
-
-            owners = [move_field(table.owners[:, w], 0) for w in range(table.owners.shape[1])]
-            # The hash of an overwritten cell must differ from its hash in older tables.
-            stamp = mix(_gather_cells(table.stamp, source) + 1)
-            return replace(
-                table,
-                position=move_field(table.position, EMPTY),
-                owners=jnp.stack(owners, axis=1),
-                shift=move_field(table.shift, 0),
-                stamp=_scatter_cells(table.stamp, destination, stamp),
-                content=_scatter_cells(
-                    table.content, destination, _gather_cells(table.content, source)
-                ),
-            )
+            moved = gather_cells(table.record, source)
+            # The stamp of an overwritten cell must differ from its stamp in older tables.
+            moved = replace(moved, stamp=mix(moved.stamp + 1))
+            free = jnp.zeros_like(moved.owners)
+            table = replace(table, owners=scatter_cells(table.owners, source, free))
+            return with_record(table, scatter_cells(table.record, destination, moved))
 
         buffers = map_kv(
             table,
@@ -89,7 +78,7 @@ class DefragPlan(MaintenancePlan):
             by_stream=2,
         )
         table = jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, table)
-        return table, buffers
+        return with_owners(table, table.owners), buffers
 
 
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
@@ -202,14 +191,3 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
         return jnp.where(is_move, source, past), jnp.where(is_move, destination, past)
 
     return jax.vmap(of_stream)(plan)
-
-
-def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
-    """Return a table field `[S, N]` at cells `[S, n]`; 0 for cells past the last one."""
-    return jax.vmap(lambda row, at: row.at[at].get(**FILL, fill_value=0))(field, cell)
-
-
-def _scatter_cells(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
-    """Write values into a table field `[S, N]` at cells `[S, n]`."""
-    put = jax.vmap(lambda row, at, new: row.at[at].set(new, **DROP, unique_indices=True))
-    return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

@@ -25,6 +25,7 @@ from jaxkv.kv.cells import (
 )
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.record import CellRecord, gather_cells, scatter_cells, with_record
 from jaxkv.kv.sharded import gather_over_axes, map_rows
 from jaxkv.kv.tiles import choose_in_tiles, order_open_tiles_first
 from jaxkv.table import Admission, SequenceStatus
@@ -216,20 +217,20 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
     )
     version = jnp.where(count > 0, mix_linearly(cells.version, event), cells.version)
     stamp = expand_streams_to_rows(version, ubatch.row_stream, ubatch.row_is_sequence)[:, None]
-    words = jnp.arange(owners.shape[2])
-    put = {**DROP, "unique_indices": True}
-    return replace(
-        cells,
-        position=cells.position.at[where].set(ubatch.positions, **put),
-        owners=cells.owners.at[where[0][..., None], words[None, None], where[1][..., None]].set(
-            owners, **put
-        ),
-        shift=cells.shift.at[where].set(0, **put),
-        stamp=cells.stamp.at[where].set(cell_stamps(stamp, ubatch.slots), **put),
-        content=cells.content.at[where].set(content, **put),
-        version=version,
-        incomplete=incomplete_layers(cells),
+    new = CellRecord(
+        position=ubatch.positions,
+        owners=owners,
+        shift=jnp.int32(0),
+        stamp=cell_stamps(stamp, ubatch.slots),
+        content=content,
     )
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        # The ellipsis stands for the axis of words, which comes last in `value`.
+        return field.at[where[0], ..., where[1]].set(value, **DROP, unique_indices=True)
+
+    cells = with_record(cells, jax.tree.map(put, cells.record, new))
+    return replace(cells, version=version, incomplete=incomplete_layers(cells))
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
@@ -274,9 +275,12 @@ def mark_incomplete(cells: C, ubatch: Ubatch, is_missing: Bool[Array, " L"]) -> 
 
 
 def mark_used(
-    cells: C, slots: Int32[Array, "S N"], new_cells: C, is_incomplete: Bool[Array, "S L"] | None
+    cells: C,
+    slots: Int32[Array, "S N"],
+    new_cells: CellRecord,
+    is_incomplete: Bool[Array, "S L"] | None,
 ) -> C:
-    """Store the cells of the table `new_cells` at `slots`; skip slots past the last cell.
+    """Store `new_cells` at `slots`; skip slots past the last cell.
 
     `is_incomplete[s, l]` is True if layer l lacks keys and values of new cells in stream s.
     """
@@ -284,21 +288,10 @@ def mark_used(
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     cells = evict_cells(cells, stream, slots)
 
-    def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[stream, slots].set(value, **DROP, unique_indices=True)
-
-    # The hash of an overwritten cell must differ from the hash of this cell in older tables.
-    old_hash = cells.stamp.at[stream, slots].get(**FILL, fill_value=0)
-    words = range(cells.owners.shape[1])
-    owners = [set_slots(cells.owners[:, w], new_cells.owners[:, w]) for w in words]
-    return replace(
-        cells,
-        position=set_slots(cells.position, new_cells.position),
-        owners=jnp.stack(owners, axis=1),
-        shift=set_slots(cells.shift, new_cells.shift),
-        stamp=set_slots(cells.stamp, hash_overwritten_cells(old_hash, new_cells.stamp)),
-        content=set_slots(cells.content, new_cells.content),
-        incomplete=jax.tree.map(
-            lambda old, new: old | (gets & new), incomplete_layers(cells), is_incomplete
-        ),
+    # The stamp of an overwritten cell must differ from its stamp in older tables.
+    stamp = hash_overwritten_cells(gather_cells(cells.stamp, slots), new_cells.stamp)
+    record = scatter_cells(cells.record, slots, replace(new_cells, stamp=stamp))
+    incomplete = jax.tree.map(
+        lambda old, new: old | (gets & new), incomplete_layers(cells), is_incomplete
     )
+    return replace(with_record(cells, record), incomplete=incomplete)

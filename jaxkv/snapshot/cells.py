@@ -25,6 +25,7 @@ from jaxkv.kv.cells import empty_fields, incomplete_layers, sequence_bits, with_
 from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.layer_kv import LayerKV
 from jaxkv.kv.make import make_attention_cache
+from jaxkv.kv.record import INITIAL, CellRecord
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.kv.table import CellTable
 from jaxkv.ops.storage.cell_arrays import gather, scatter
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 """Number of cells that one read or write transfers."""
+
+SAVED = [name for name in INITIAL if name not in ("owners", "stamp")]
+"""Fields of a cell that are saved as they are; a loaded cell gets other owners and a new stamp."""
 
 
 class CellPart(Part[CellTable, Buffers, "CellDescription"]):
@@ -141,9 +145,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         owners = host.owners & words[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
         arrays = {
-            "position": host.position[stream, cell],
-            "shift": host.shift[stream, cell],
-            "content": host.content[stream, cell],
+            **{name: getattr(host, name)[stream, ..., cell] for name in SAVED},
             "stream": stream,
             "cell": cell,
             "owners": owners[stream, :, cell],
@@ -161,9 +163,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     ) -> tuple[dict[str, Form], PyTree]:
         """Return the shapes and dtypes of the arrays from `extract_sequences`."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
-        forms: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
-        forms["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
-        forms["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
+        forms: dict[str, Form] = dict.fromkeys(("stream", "cell"), each)
+        for name in (*SAVED, "owners"):
+            field = getattr(table, name)  # [S, ..., N]
+            forms[name] = jax.ShapeDtypeStruct((count, *field.shape[1:-1]), field.dtype)
         forms["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
 
         def heads_at(buffers: Buffers, index: Int32[Array, " n"]) -> Buffers:
@@ -220,13 +223,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
         slots = _choose(rest, open_cells) if fresh else jnp.asarray(gather_by_origin("cell"))
         slots = np.where(is_filled, slots, np.asarray(out_of_range_slots(slots)))
-        fields = (
-            gather_by_origin("position"),
-            gather_by_origin("shift"),
-            gather_by_origin("content"),
-            owners,
-        )
-        filled = _occupy_cells(rest, slots, *fields, origin, np.uint32(seed))
+        fields = {"owners": owners, **{name: gather_by_origin(name) for name in SAVED}}
+        filled = _occupy_cells(rest, slots, fields, origin, np.uint32(seed))
         streams = np.broadcast_to(
             np.arange(table.streams, dtype=np.int32)[:, None], is_filled.shape
         )
@@ -396,17 +394,13 @@ _choose = jax.jit(choose_cells)
 def _occupy_cells(
     rest: CellTable,
     slots: Int32[Array, "S N"],
-    position: Int32[Array, "S N"],
-    shift: Int32[Array, "S N"],
-    content: UInt32[Array, "S N"],
-    owners: UInt32[Array, "S W N"],
+    fields: dict[str, jax.Array],
     origin: Int32[Array, "S N"],
     seed: UInt32[Array, ""],
 ) -> CellTable:
     """Write restored cells into a table; compute each `stamp` from `seed` and `origin`."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
-    fields = {"position": position, "shift": shift, "content": content, "owners": owners}
-    new_cells = replace(rest, stamp=stamp, **fields)
+    new_cells = CellRecord(stamp=stamp, **fields)
     return mark_used(rest, slots, new_cells, jax.tree.map(jnp.zeros_like, rest.incomplete))
 
 

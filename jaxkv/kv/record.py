@@ -1,0 +1,75 @@
+"""`CellRecord`: all that a table stores for each cell, as one tree.
+
+Code that stores, copies, moves or saves cells maps over this tree, so that a new field is declared
+here and needs no line elsewhere. N is the last axis of each field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field, fields, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import jax
+import numpy as np
+
+from jaxkv.core.array_utils import DROP, FILL
+from jaxkv.core.constants import EMPTY
+from jaxkv.core.pytree import field_values, pytree_dataclass
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, Int32, UInt32
+
+R = TypeVar("R", bound="CellRecord")
+T = TypeVar("T")
+
+
+@pytree_dataclass
+class CellRecord:
+    """Fields of each cell.
+
+    position: Position of the token in each cell; EMPTY (-1) for an empty cell.
+    owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
+    shift: Position of each cell minus the position for which its key is rotated; 0 if empty.
+    stamp: Number of each cell's keys and values; every overwrite of the cell changes this number.
+      A cell that a ubatch fills gets a hash of the version of its stream and of its index.
+    content: Hash of each cell's token and of the position for which the key was computed. Copies
+      and moves of a cell preserve this hash.
+    """
+
+    position: Int32[Array, "S N"] = field(metadata={"initial": np.int32(EMPTY)})
+    owners: UInt32[Array, "S W N"] = field(metadata={"initial": np.uint32(0)})
+    shift: Int32[Array, "S N"] = field(metadata={"initial": np.int32(0)})
+    stamp: UInt32[Array, "S N"] = field(metadata={"initial": np.uint32(0)})
+    content: UInt32[Array, "S N"] = field(metadata={"initial": np.uint32(0)})
+
+    @property
+    def record(self) -> CellRecord:
+        """The fields of `CellRecord`, without the fields of a subclass."""
+        return CellRecord(**{name: getattr(self, name) for name in INITIAL})
+
+
+INITIAL = {x.name: x.metadata["initial"] for x in fields(CellRecord) if "initial" in x.metadata}
+"""Value of each field in a new table, by field name."""
+
+
+def with_record(cells: R, record: CellRecord) -> R:
+    """Replace the fields of `CellRecord`."""
+    return replace(cells, **field_values(record))
+
+
+def gather_cells(record: T, cell: Int[Array, "S n"]) -> T:
+    """Return all fields of the given cells of each stream; 0 for cells past the last one."""
+
+    def gather_row(row: jax.Array, cell: jax.Array) -> jax.Array:
+        return row.at[..., cell].get(**FILL, fill_value=0)
+
+    return jax.tree.map(lambda x: jax.vmap(gather_row)(x, cell), record)
+
+
+def scatter_cells(record: T, cell: Int[Array, "S n"], new: T) -> T:
+    """Write the fields of `new` into distinct cells of each stream; skip cells past the last."""
+
+    def scatter_row(row: jax.Array, new: jax.Array, cell: jax.Array) -> jax.Array:
+        return row.at[..., cell].set(new, **DROP, unique_indices=True)
+
+    return jax.tree.map(lambda old, new: jax.vmap(scatter_row)(old, new, cell), record, new)
