@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import nbytes
-from jaxkv.core.loops import differentiable_fori_loop
-from jaxkv.core.partitioning import (
-    make_axis_partition,
-    map_shards,
-)
 from jaxkv.core.pytree import pytree_dataclass, static_field
-from jaxkv.kv.cells import Cells
-from jaxkv.kv.layer_kv import HeadSizes, LayerKV, make_layer_kv, shardable_sizes
-from jaxkv.kv.shard import Shard
+from jaxkv.kv.layer_kv import HeadSizes, LayerKV, make_layer_kv
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.ops.storage.layer_stack import (
     make_layer_view,
@@ -30,7 +19,7 @@ from jaxkv.ops.storage.storage import Stored
 from jaxkv.rope import NotGiven, Rope
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    pass
 
 
 X = TypeVar("X")
@@ -94,38 +83,3 @@ class Buffers:
             return (*old[:layer], new, *old[layer + 1 :])
 
         return replace(self, k=put(self.k, new.keys), v=put(self.v, new.values))
-
-
-def map_kv(
-    table: Cells,
-    buffers: Buffers,
-    change: Callable[..., PyTree],
-    *args: PyTree,
-    by_stream: int = 0,
-) -> Buffers:
-    """Replace the keys and values on each device by `change(shard, *args, arrays)`.
-
-    If layers are stacked, `change` is called for each layer, otherwise once for all layers. On a
-    mesh, the first `by_stream` elements of `args` are split by streams, and the other elements are
-    replicated.
-    """
-    halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
-    split = jax.tree.map(
-        lambda x: make_axis_partition(table.sharding_rules, **shardable_sizes(x, depth)), halves
-    )
-    specs = jax.tree.map(lambda partition: partition.partition_spec, split)
-    axes, *_ = jax.tree.leaves(split)  # those of streams and cells are equal in all arrays
-    shard = Shard(axes.streams, axes.cells)
-    in_specs = (*(P(shard.streams),) * by_stream, *(P(),) * (len(args) - by_stream), specs)
-
-    def change_layers_in_turn(*args: PyTree) -> PyTree:
-        def of_layer(layer: jax.Array, arrays: PyTree, *args: PyTree) -> PyTree:
-            layer_kv = jax.tree.map(lambda x: make_layer_view(x, layer, buffers.layers), arrays)
-            return map_arrays(lambda x: x.all, change(shard, *args, layer_kv))
-
-        layers = buffers.layers
-        return differentiable_fori_loop(of_layer, jnp.int32(layers), layers, args[-1], *args[:-1])
-
-    run = change_layers_in_turn if buffers.stacked else partial(change, shard)
-    k, v = map_shards(table.sharding_rules, run, in_specs, specs)(*args, halves)
-    return replace(buffers, k=k, v=v)

@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.core.loops import differentiable_fori_loop
-from jaxkv.core.partitioning import (
-    gather_sharded,
-    make_axis_partition,
-    map_shards,
-    to_local_index,
-)
-from jaxkv.kv.buffers import Buffers, map_kv
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -28,7 +21,7 @@ from jaxkv.kv.cells import (
     is_sequence,
     with_owners,
 )
-from jaxkv.kv.shard import Shard
+from jaxkv.kv.shards import Shard, map_kv, map_table
 from jaxkv.kv.shift import CHUNK
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 
@@ -73,18 +66,22 @@ def _replace_streams(
 
     Also returns how many cells of the buffers to copy.
     """
-    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
     def replace_on_shard(
-        cells: C, source: jax.Array, targets: jax.Array, is_copied: jax.Array, *bounds: jax.Array
+        shard: Shard,
+        cells: C,
+        source: jax.Array,
+        targets: jax.Array,
+        is_copied: jax.Array,
+        *bounds: jax.Array,
     ) -> tuple[C, jax.Array]:
-        copies = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
+        copies = jax.tree.map(lambda field: shard.take(field, source), cells)
         index, own = (jnp.arange(n, dtype=jnp.int32) for n in (cells.num_cells, len(source)))
         is_kept = is_in_range(copies, *bounds)
         count = 1 + jnp.max(jnp.where(is_copied[:, None] & is_kept, index, -1))
         count = _round_up_to_chunks(cells, count)
         # A target of another device is skipped.
-        target, is_own = to_local_index(targets, axes, cells.streams)
+        target, is_own = shard.to_local_streams(targets, cells.streams)
         target = jnp.where(is_copied & is_own, target, cells.streams)
         old = cells.stamp.at[target].get(**FILL, fill_value=0)
         new = replace(
@@ -95,8 +92,8 @@ def _replace_streams(
         )
         return jax.tree.map(lambda x, value: x.at[target].set(value, **DROP), cells, new), count
 
-    run = map_shards(cells.sharding_rules, replace_on_shard, (P(axes), *(P(),) * 5), (P(axes), P()))
-    return run(cells, source, targets, is_copied, start, stop)
+    args = source, targets, is_copied, start, stop
+    return map_table(cells, replace_on_shard, *args, split=(True, False))
 
 
 def _copy_runs(

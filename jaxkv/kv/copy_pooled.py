@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import (
     DROP,
@@ -18,13 +17,7 @@ from jaxkv.core.array_utils import (
     search_sorted,
 )
 from jaxkv.core.loops import differentiable_fori_loop
-from jaxkv.core.partitioning import (
-    gather_sharded,
-    make_axis_partition,
-    map_shards,
-    to_local_index,
-)
-from jaxkv.kv.buffers import Buffers, map_kv
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -41,8 +34,7 @@ from jaxkv.kv.cells import (
 )
 from jaxkv.kv.cells import seq_cp as share
 from jaxkv.kv.record import CellRecord
-from jaxkv.kv.shard import Shard
-from jaxkv.kv.sharded import map_streams
+from jaxkv.kv.shards import Shard, map_kv, map_streams, map_table
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
@@ -185,21 +177,16 @@ def _plan_transfer(
     home_of, *_ = locate_owner_bit(cells, targets)
     like = is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
     like &= parents[:, None] == parents[None]
-    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-    run = map_shards(
-        cells.sharding_rules,
-        partial(_queue_copies, axes),
-        (*(P(axes),) * 3, *(P(),) * 5),
-        P(axes),
-    )
-    new_cells, origin, slots, *need = run(
-        cells, base, usable_cells(base) & ~is_copied, parents, targets, like, start, stop
+    open_cells = usable_cells(base) & ~is_copied
+    args = base, open_cells, parents, targets, like, start, stop
+    new_cells, origin, slots, *need = map_table(
+        cells, _queue_copies, *args, by_stream=2, split=True
     )
     return CopyPlan(base, new_cells, origin, slots, CopyDemand(*need))
 
 
 def _queue_copies(
-    axes: tuple[str, ...],
+    shard: Shard,
     cells: C,
     base: C,
     open_cells: jax.Array,
@@ -222,12 +209,12 @@ def _queue_copies(
 
     def queue_parent_cells(i: jax.Array, queue: tuple) -> tuple:
         *entries, num_copied = queue
-        line = jax.tree.map(lambda field: gather_sharded(field, axes, theirs[i]), cells.record)
+        line = jax.tree.map(lambda field: shard.take(field, theirs[i]), cells.record)
         is_copied = (line.owners[word[i]] >> bit[i]) & 1 == 1
         is_copied &= line.position >= jnp.maximum(start, 0)
         is_copied &= line.position < resolve_range_end(stop)
         count = jnp.cumsum(is_copied, dtype=jnp.int32)
-        stream, is_own = to_local_index(streams[i], axes, cells.streams)
+        stream, is_own = shard.to_local_streams(streams[i], cells.streams)
         rank = index - num_copied[stream]
         these = is_own & (rank >= 0) & (rank < count[-1])
         cell = jnp.searchsorted(count, rank + 1).astype(jnp.int32)

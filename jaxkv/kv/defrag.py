@@ -13,11 +13,11 @@ from jaxkv.core.array_utils import DROP, FILL, indices_of_true, search_sorted
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.pytree import pytree_dataclass, static_field
-from jaxkv.kv.buffers import Buffers, map_kv
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import C, Cells, is_cell_empty, with_owners
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.record import gather_cells, scatter_cells, with_record
-from jaxkv.kv.shard import Shard
+from jaxkv.kv.shards import Shard, map_kv
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.tiles import tile_size
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays

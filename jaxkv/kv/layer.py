@@ -25,7 +25,7 @@ from jaxkv.core.validate import check_int32
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.layer_kv import LayerKV, NewKV, check_floats, shardable_sizes
 from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
-from jaxkv.kv.shard import Shard
+from jaxkv.kv.shards import Shard
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
 from jaxkv.ops.attention.dispatch import Implementation, finalize
 from jaxkv.ops.attention.softmax import AttentionOptions, make_options, merge_over_devices

@@ -144,7 +144,7 @@ class LayerKV:
         )
         return keys, values
 
-    def map_rows(self, read: Callable[[Any], Any]) -> LayerKV:
+    def read_heads(self, read: Callable[[Any], Any]) -> LayerKV:
         """Read rows `[..., K, D]` from each array with a function, and split them into heads."""
         n, sizes = self.heads_per_row, self.sizes
         keys, values = map_arrays(read, (self.keys, self.values))
@@ -208,7 +208,7 @@ class LatentKV(LayerKV):
         )
         return keys, self.values.slice_values(keys)
 
-    def map_rows(self, read: Callable[[Any], Any]) -> LayerKV:
+    def read_heads(self, read: Callable[[Any], Any]) -> LayerKV:
         """Read rows `[..., K, D]` from each array with a function, and split them into heads."""
         keys = storage_of(map_arrays(read, self.keys))
         return replace(self, keys=keys.split_rows(self.heads_per_row, self.sizes.head_dim))

@@ -14,7 +14,7 @@ from jaxkv.core.array_utils import FILL, divmod_nonnegative, resolve_range_end, 
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.pytree import pytree_dataclass, static_field
-from jaxkv.kv.buffers import Buffers, map_kv
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -30,7 +30,7 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.eviction import accept_edit
-from jaxkv.kv.shard import Shard
+from jaxkv.kv.shards import Shard, map_kv
 from jaxkv.ops.storage.cell_arrays import gather, scatter
 from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.head_rows import join_heads

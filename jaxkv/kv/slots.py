@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import DROP, FILL, MAX_COMPARISONS, out_of_range_slots, search_sorted
 from jaxkv.core.constants import EMPTY, END
@@ -19,6 +18,7 @@ from jaxkv.kv.cells import (
     Cells,
     incomplete_layers,
     is_cell_empty,
+    is_sequence,
     last_positions,
     locate_owner_bit,
     sequences_owning_cells,
@@ -26,14 +26,14 @@ from jaxkv.kv.cells import (
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.record import CellRecord, gather_cells, scatter_cells, with_record
-from jaxkv.kv.sharded import gather_over_axes, map_rows
+from jaxkv.kv.shards import Shard, map_rows, map_rows_gather, map_table
 from jaxkv.kv.tiles import choose_in_tiles, order_open_tiles_first
 from jaxkv.table import Admission, SequenceStatus
 from jaxkv.ubatch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
 from jaxkv.window import max_lookback
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32
+    from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
@@ -46,6 +46,35 @@ def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
         context_evicted=present & is_context_evicted(cells, last + 1),
         shift_pending=present & sequences_owning_cells(cells, cells.shift != 0),
     )
+
+
+def compare_last_tokens(
+    cells: Cells, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
+) -> tuple[UInt32[Array, " Z"], Bool[Array, " Z"]]:
+    """Compare the content hash of each sequence's last cell with the array `contents`.
+
+    Returns the hashes (0 for an empty sequence), and which hashes are equal to `contents`. After
+    `seq_div`, a sequence may have several cells at its last position. In this case, the returned
+    flag is True if at least one of these cells has the hash in `contents`.
+    """
+
+    def compare_on_shard(
+        shard: Shard, cells: Cells, sequences: jax.Array, exists: jax.Array, contents: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        stream, word, bit = locate_owner_bit(cells, sequences)
+        stream, is_own = shard.to_local_streams(stream, cells.streams)
+        owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
+        at = jnp.where(owns & (exists & is_own)[:, None], cells.position[stream], EMPTY)
+        last, stored = jnp.max(at, axis=1), cells.content[stream]
+        last_content = jnp.take_along_axis(stored, jnp.argmax(at, axis=1)[:, None], axis=1)[:, 0]
+        same = (at == last[:, None]) & (stored == contents[:, None])
+        last_content = jnp.where(last >= 0, last_content, 0)
+        same = is_own & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
+        return shard.broadcast(last_content), shard.broadcast(same)
+
+    exists = is_sequence(cells, sequences)
+    sequences = jnp.where(exists, sequences, 0)
+    return map_table(cells, compare_on_shard, sequences, exists, contents, split=False)
 
 
 def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
@@ -108,24 +137,17 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Boo
     Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
     first. If any token gets no cell, every slot is N or more (no cell). llama.cpp: `find_slot`.
     """
-    slots = map_rows(cells, ubatch, _search_cells, lambda _: P())
+    slots = map_rows_gather(cells, ubatch, _search_cells)
     ok = ~jnp.any(ubatch.valid & (slots >= cells.num_cells))
     return jnp.where(ok & ubatch.valid, slots, out_of_range_slots(slots)), ok
 
 
-def _search_cells(
-    cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
-) -> jax.Array:
-    """Choose slots in the streams of a device, and all-gather them."""
+def _search_cells(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Choose slots in the streams of a device."""
     # If there is only one stream, its rows form one list, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     choose = choose_in_tiles if cells.placement == "tiled" else _choose_in_order
-    slots = choose(cells, ubatch, all_streams)
-    if shared_axes:
-        # The device with a token's stream chooses the slot; the other devices get a larger number.
-        slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
-        slots = jax.lax.pmin(slots, shared_axes)
-    return gather_over_axes(slots, rows)
+    return choose(cells, ubatch, all_streams)
 
 
 def _choose_in_order(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
@@ -202,7 +224,7 @@ def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "
 
 def occupy(cells: C, ubatch: Ubatch) -> C:
     """Store the tokens of a ubatch in their slots (llama.cpp: `llama_kv_cache::apply_ubatch`)."""
-    return map_rows(cells, ubatch, lambda cells, ubatch, *_: _occupy_streams(cells, ubatch), P)
+    return map_rows(cells, ubatch, _occupy_streams)
 
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:

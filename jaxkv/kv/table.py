@@ -17,11 +17,11 @@ from jaxkv.core.partitioning import AxisPartition, ShardingRules
 from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.draw.cell_view import CellView
 from jaxkv.draw.text import draw_cells
-from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, sharded, shift, slots
+from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, shift, slots
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.layer_kv import shardable_sizes
-from jaxkv.kv.sharded import map_streams_gather
+from jaxkv.kv.shards import map_streams_gather
 from jaxkv.plan import Reason
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
@@ -48,7 +48,7 @@ class CellTable(Cells, CacheTable):
 
     seq_pos_min = cells.seq_pos_min
     seq_pos_max = cells.seq_pos_max
-    compare_last_tokens = sharded.compare_last_tokens
+    compare_last_tokens = slots.compare_last_tokens
     num_used_cells = cells.num_used_cells
     num_cells_saved_by_sharing = cells.num_cells_saved_by_sharing
     can_allocate = slots.can_allocate

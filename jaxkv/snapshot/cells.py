@@ -268,7 +268,7 @@ def _with_layers(buffers: Buffers, layers: list[LayerKV]) -> Buffers:
 
 def _read_heads(buffers: Buffers, read: Callable[[CellArray], A]) -> Buffers:
     """Read the rows of each layer with `read`, and split each row into heads."""
-    layers = [buffers.layer(i).map_rows(read) for i in range(buffers.layers)]
+    layers = [buffers.layer(i).read_heads(read) for i in range(buffers.layers)]
     return _with_layers(buffers, layers)
 
 

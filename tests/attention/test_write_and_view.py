@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
-from jaxkv.kv.shard import Shard
+from jaxkv.kv.shards import Shard
 from jaxkv.ops.storage.cell_arrays import gather, scatter
 from tests.attention.lives import CLOSE, arrays_for, begun, lived_in, seen
 from tests.helpers import caches, edit_sequences
