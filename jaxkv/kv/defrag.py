@@ -1,4 +1,4 @@
-"""Defragmentation: used cells move into gaps, in the order of `jaxkv.kv.fill_order`."""
+"""Defragmentation: used cells move into gaps, in the order of `jaxkv.kv.placement`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from jaxkv.kv.buffers import (
     scatter_local,
 )
 from jaxkv.kv.cells import C, Cells, is_cell_empty
-from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.placement import cells_at_ranks, tile_size, to_fill_order
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.tiles import tile_size
 from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan

@@ -15,8 +15,9 @@ from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.validate import check_count, check_shape
 from jaxkv.kv.buffers import Buffers, HeadSizes
 from jaxkv.kv.cells import Placement, empty_fields
+from jaxkv.kv.placement import TILE
 from jaxkv.kv.table import CellTable
-from jaxkv.kv.tiles import TILE, check_tile_multiple
+from jaxkv.kv.tiles import check_tile_multiple
 from jaxkv.ops.head_rows import LANES
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Stored, make_stored_zeros

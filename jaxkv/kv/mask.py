@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.kv.cells import locate_owner_bit
-from jaxkv.kv.tiles import tile_size
+from jaxkv.kv.placement import tile_size
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.step import Step
 from jaxkv.window import last_seen

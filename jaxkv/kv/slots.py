@@ -24,7 +24,7 @@ from jaxkv.kv.cells import (
     sequences_owning_cells,
 )
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
-from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.placement import cells_at_ranks, to_fill_order
 from jaxkv.kv.sharded import gather_over_axes, map_rows
 from jaxkv.kv.tiles import choose_in_tiles, order_open_tiles_first
 from jaxkv.table import Admission, SequenceStatus

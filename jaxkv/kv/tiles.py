@@ -6,8 +6,7 @@ In this module, a stream has M tiles and U sequences.
 from __future__ import annotations
 
 from functools import partial
-from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +15,11 @@ from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, search_sorted
 from jaxkv.core.constants import END, WORD
 from jaxkv.kv.cells import Cells, is_cell_empty
 from jaxkv.kv.eviction import is_evictable
+from jaxkv.kv.placement import TILE, StreamCells, tile_size
 from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, UInt32
-
-TILE = 64
-"""Largest number of cells in a tile."""
-
-
-def tile_size(cells: int) -> int:
-    """Return the number of cells in a tile: a divisor of `cells`, at most 64.
-
-    >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
-    [64, 16, 4, 2, 1]
-    """
-    size = gcd(TILE, cells)
-    while size > 1 and 4 * size > cells:
-        size //= 2
-    return size
+    from jaxtyping import Array, Bool, Int32
 
 
 def check_tile_multiple(cells: int) -> None:
@@ -83,15 +68,6 @@ def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Ar
         rows = jnp.arange(len(slots))
         slots = slots.reshape(len(slots), *ubatch.valid.shape)[rows, rows]
     return slots.reshape(ubatch.valid.shape)
-
-
-class StreamCells(NamedTuple):
-    """Cells of a stream."""
-
-    owners: UInt32[Array, "W N"]
-    free: Bool[Array, " N"]
-    evictable: Bool[Array, " N"] | None
-    position: Int32[Array, " N"]
 
 
 def choose_for_list(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import sharding
-from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.placement import cells_at_ranks, to_fill_order
 from tests.helpers.caches import STRIPES
 from tests.helpers.meshes import RULES, mesh_of
 from tests.helpers.reference_cache import Oracle

@@ -6,15 +6,40 @@ rank of a cell is its index in the order in which cells are taken.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxkv.core.array_utils import divmod_nonnegative
-from jaxkv.kv.tiles import tile_size
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, Shaped
+    from jaxtyping import Array, Bool, Int32, Shaped, UInt32
+
+
+TILE = 64
+"""Largest number of cells in a tile."""
+
+
+def tile_size(cells: int) -> int:
+    """Return the number of cells in a tile: a divisor of `cells`, at most 64.
+
+    >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
+    [64, 16, 4, 2, 1]
+    """
+    size = gcd(TILE, cells)
+    while size > 1 and 4 * size > cells:
+        size //= 2
+    return size
+
+
+class StreamCells(NamedTuple):
+    """Cells of a stream."""
+
+    owners: UInt32[Array, "W N"]
+    free: Bool[Array, " N"]
+    evictable: Bool[Array, " N"] | None
+    position: Int32[Array, " N"]
 
 
 def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
