@@ -1,21 +1,25 @@
-"""Order in which the empty cells of a stream are taken: by index, or in stripes.
+"""Order in which the open cells of a stream are taken; another policy is a subclass of `Placement`.
 
-Striped placement divides a stream into n stripes, and takes a tile of each stripe in rotation. The
-rank of a cell is its index in the order in which cells are taken.
+A cell is open if a token may get it: free cells, and with a window also evictable cells. The rank
+of a cell is its index in the order in which cells are taken.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative
+from jaxkv.core.array_utils import FILL, search_sorted
+from jaxkv.core.constants import END
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, Shaped, UInt32
+    from jaxtyping import Array, Bool, Int32, Num, UInt32
 
+    from jaxkv.ubatch import Ubatch
 
 TILE = 64
 """Largest number of cells in a tile."""
@@ -34,30 +38,240 @@ def tile_size(cells: int) -> int:
 
 
 class StreamCells(NamedTuple):
-    """Cells of a stream."""
+    """Cells of a stream, as a placement sees them. Several streams add an axis to each array.
+
+    owners: Bit mask of the sequences that own each cell, in words of 32 sequences of the stream.
+    free: Whether the placement may give a token the cell, and no sequence loses tokens by it.
+    evictable: The same for cells whose tokens are evicted by it; None if there are no such cells,
+      as without a window and in a defrag.
+    position: Position of the token in each cell; -1 for an empty cell.
+    """
 
     owners: UInt32[Array, "W N"]
     free: Bool[Array, " N"]
     evictable: Bool[Array, " N"] | None
     position: Int32[Array, " N"]
 
-
-def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
-    """Reorder an array over cells from the order of indices to the order of ranks."""
-    if shards == 1:
-        return x
-    # In the order of indices, the axes are stripe, tile of the stripe, and cell of the tile. In the
-    # order of ranks, stripe and tile are exchanged.
-    size = tile_size(x.shape[-1] // shards)
-    return x.reshape(*x.shape[:-1], shards, -1, size).swapaxes(-3, -2).reshape(x.shape)
+    @property
+    def open(self) -> Bool[Array, " N"]:
+        """Whether a token may get each cell."""
+        return self.free if self.evictable is None else self.free | self.evictable
 
 
-def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the indices of the cells at given ranks; return ranks past the last cell unchanged."""
-    if shards == 1:
-        return rank
-    stripe_size = cells // shards
-    size = tile_size(stripe_size)
-    number, offset = divmod_nonnegative(rank, size)
-    tile, stripe = divmod_nonnegative(number, shards)
-    return jnp.where(rank < cells, stripe * stripe_size + tile * size + offset, rank)
+class RankedCells(NamedTuple):
+    """Cells of a stream in the order of ranks.
+
+    position: Position of each cell, to evict lower positions first; None if no cell is evictable.
+    cell: Index of each cell; None if ranks and indices are equal.
+    """
+
+    open: Bool[Array, " N"]
+    position: Int32[Array, " N"] | None
+    cell: Int32[Array, " N"] | None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Order in which the open cells of a stream are taken: static, hashable, equal if alike.
+
+    Free cells are taken in the order of `sort_keys`, then evictable cells, lowest position first.
+    A subclass that only defines `sort_keys` gives another order to ubatches, copies, snapshots and
+    defrags. The other methods are the decisions of the placements of this library.
+    """
+
+    def sort_keys(self, stream: StreamCells) -> Num[Array, " N"] | None:
+        """Return a number for each cell of a stream; cells with lower numbers are taken first.
+
+        Cells with equal numbers are taken in the order of indices. None is the order of indices.
+        """
+        del stream
+
+    @property
+    def name(self) -> str:
+        """Name in messages, in the repr of a cache and in snapshots."""
+        return type(self).__name__
+
+    def __str__(self) -> str:
+        return self.name
+
+    def repr_fields(self) -> dict[str, object]:
+        """Return what the repr of a cache shows."""
+        return {"placement": self.name}
+
+    def saved_fields(self) -> dict[str, str | int]:
+        """Return the static fields of a snapshot that name the placement."""
+        return {"placement": self.name, "shards": 1}
+
+    @property
+    def cell_multiple(self) -> int:
+        """Number to whose multiples a default number of cells is rounded up."""
+        return 1
+
+    def check_cells(self, cells: int) -> None:
+        """Raise a ValueError if a stream cannot have this number of cells."""
+        del cells
+
+    def tile(self, cells: int) -> int | None:
+        """Return the number of cells of a tile, or None if sequences do not get separate tiles.
+
+        A defrag moves whole tiles, and attention multiplies few tokens with the keys of a tile.
+        """
+        del cells
+
+    def fills_evenly(self, devices: int) -> bool:
+        """Return whether devices that split a stream get equal shares of a sequence."""
+        return devices == 1
+
+    def order(self, stream: StreamCells) -> Int32[Array, " N"] | None:
+        """Return the cells in the order of ranks; None for the order of indices.
+
+        Raises:
+          ValueError: If `sort_keys` does not return one number for each cell.
+        """
+        keys = self.sort_keys(stream)
+        if keys is None:
+            return None
+        if jnp.shape(keys) != stream.position.shape:
+            raise ValueError(
+                f"expected one sort key for each of {stream.position.size} cells from {self.name}, "
+                f"got the shape {jnp.shape(keys)}; return an array [N] from sort_keys"
+            )
+        return jnp.argsort(keys, stable=True).astype(jnp.int32)
+
+    def sort(self, x: jax.Array, order: Int32[Array, " N"] | None) -> jax.Array:
+        """Return an array over the cells of a stream in the order of ranks."""
+        return x if order is None else x[order]
+
+    def rank_cells(self, stream: StreamCells) -> RankedCells:
+        """Return the cells of a stream in the order of ranks."""
+        order = self.order(stream)
+        position = None if stream.evictable is None else self.sort(stream.position, order)
+        return RankedCells(self.sort(stream.open, order), position, order)
+
+    def choose_slots(
+        self, streams: StreamCells, ubatch: Ubatch, all_streams: bool
+    ) -> Int32[Array, "R T"]:
+        """Choose a slot for each token of a ubatch; a slot past the last cell for no cell.
+
+        If `all_streams`, the rows of each stream are neighbours, with the rows of lower streams
+        first.
+        """
+        ranked, valid = jax.vmap(self.rank_cells)(streams), ubatch.valid
+        lists = len(streams.position) if all_streams else len(valid)
+        if all_streams and valid.size == lists:
+            return jax.vmap(choose_first)(ranked).reshape(valid.shape)
+        number = jnp.cumsum(valid.reshape(lists, -1), axis=1, dtype=jnp.int32)
+        if not all_streams:
+            # Each row is a list. In a stream, the tokens of a lower sequence take cells first, so
+            # the numbers of a row begin after the tokens of all rows of lower sequences.
+            stream = ubatch.row_stream
+            ranked = jax.tree.map(lambda x: x[stream], ranked)
+            if ubatch.spec.sequences_per_stream > 1:
+                is_later = ubatch.row_sequence[:, None] > ubatch.row_sequence[None]  # [R, R]
+                is_later &= stream[:, None] == stream[None]
+                before = jnp.where(is_later, number[None, :, -1], 0)
+                number += jnp.sum(before, axis=1, dtype=jnp.int32)[:, None]
+        return jax.vmap(choose_in_stream)(ranked, number).reshape(valid.shape)
+
+    def find_moves(
+        self, stream: StreamCells
+    ) -> tuple[Int32[Array, " N"] | None, Bool[Array, " N"], Bool[Array, " N"]]:
+        """Return the order of a defrag, which cells leave, and which gaps their tokens enter.
+
+        Both masks are in the order of ranks: the n-th cell that leaves moves to the n-th gap.
+        """
+        order = self.order(stream)
+        is_used = self.sort(~stream.free, order)
+        rank, used = jnp.arange(is_used.size), jnp.sum(is_used)
+        return order, is_used & (rank >= used), ~is_used & (rank < used)
+
+
+@dataclass(frozen=True)
+class FirstFit(Placement):
+    """Cells are taken in the order of indices: the placement "any"."""
+
+    @property
+    def name(self) -> str:
+        """The name "any"."""
+        return "any"
+
+    def repr_fields(self) -> dict[str, object]:
+        """Return nothing: the repr of a cache shows other placements only."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Striped(Placement):
+    """A stream is divided into n stripes, and a tile of each is taken in rotation: "striped:n"."""
+
+    n: int
+
+    @property
+    def name(self) -> str:
+        """The name "striped:n"."""
+        return f"striped:{self.n}"
+
+    def saved_fields(self) -> dict[str, str | int]:
+        """Return "striped" and n."""
+        return {"placement": "striped", "shards": self.n}
+
+    @property
+    def cell_multiple(self) -> int:
+        """The number of stripes."""
+        return self.n
+
+    def check_cells(self, cells: int) -> None:
+        """Raise a ValueError if the stripes would have different sizes."""
+        if cells % self.n:
+            raise ValueError(
+                f"expected a number of cells that {self.n} stripes divide, got {cells}; take "
+                f"{-(-cells // self.n) * self.n}"
+            )
+
+    def fills_evenly(self, devices: int) -> bool:
+        """Return whether each device has the same number of stripes."""
+        return self.n % devices == 0
+
+    def order(self, stream: StreamCells) -> Int32[Array, " N"]:
+        """Return the cells in the order of ranks."""
+        return self.sort(jnp.arange(stream.position.size, dtype=jnp.int32))
+
+    def sort(self, x: jax.Array, order: jax.Array | None = None) -> jax.Array:
+        """Return an array over the cells of a stream in the order of ranks."""
+        # In the order of indices, the axes are stripe, tile of the stripe, and cell of the tile. In
+        # the order of ranks, stripe and tile are exchanged, which is faster than reads by index.
+        return x.reshape(self.n, -1, tile_size(x.size // self.n)).swapaxes(0, 1).reshape(x.shape)
+
+
+def cells_at_ranks(
+    rank: Int32[Array, "*n"], order: Int32[Array, " N"] | None
+) -> Int32[Array, "*n"]:
+    """Return the indices of the cells at given ranks; N for ranks past the last cell."""
+    return rank if order is None else order.at[rank].get(**FILL, fill_value=order.size)
+
+
+def choose_first(ranked: RankedCells) -> Int32[Array, ""]:
+    """Return the slot of the only token of a stream; N if no cell is open."""
+    is_open, size = ranked.open, ranked.open.size
+    if ranked.position is not None:
+        # An empty cell has position -1, so evictable cells count only if no cell is empty.
+        is_open &= ranked.position == jnp.min(jnp.where(is_open, ranked.position, END))
+    rank = jnp.min(jnp.where(is_open, jnp.arange(size, dtype=jnp.int32), size))
+    return cells_at_ranks(rank, ranked.cell)
+
+
+def choose_in_stream(ranked: RankedCells, number: Int32[Array, " T"]) -> Int32[Array, " T"]:
+    """Return the slot of each token in a stream; N for no cell.
+
+    Tokens are numbered from 1 in the order in which they take cells.
+    """
+    count = jnp.cumsum(ranked.open, dtype=jnp.int32)  # inclusive
+    if ranked.position is None:
+        # Token n takes the first cell at which `count` is n.
+        return cells_at_ranks(search_sorted(count, number), ranked.cell)
+    # Empty cells come first, because they have position -1. The added rank N is for no cell.
+    size = ranked.open.size
+    by_position = jnp.argsort(jnp.where(ranked.open, ranked.position, END), stable=True)
+    by_position = jnp.append(by_position.astype(jnp.int32), jnp.int32(size))
+    rank = by_position[jnp.where(number <= count[-1], number - 1, size)]
+    return cells_at_ranks(rank, ranked.cell)
