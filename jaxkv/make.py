@@ -79,7 +79,7 @@ def make_cache(
         - "tiled" gives a sequence whole empty tiles of at most 64 cells. If no tile is empty, the
           sequence gets any free cells. N below 256 may be any number; a larger N must be a
           multiple of 64.
-        - An object of a subclass of `jaxkv.kv.placement.Placement` sorts cells by a rule of your
+        - An object of a subclass of `Placement` sorts cells by a rule of your
           own (`docs/howto/own_placement.md`).
 
       stacked: If True, one array stores the keys of all attention layers, and another array the

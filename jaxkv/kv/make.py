@@ -233,7 +233,7 @@ def parse_placement(placement: str | Placement | None) -> Placement:
         return named[placement]
     raise ValueError(
         f"expected a placement of 'any', 'tiled', 'striped:n' for n runs of cells, or an object of "
-        f"a subclass of jaxkv.kv.placement.Placement, got {placement!r}; write 'striped:8' for "
+        f"a subclass of Placement, got {placement!r}; write 'striped:8' for "
         f"eight devices that split cells"
     )
 

@@ -17,7 +17,7 @@ from jaxkv.core.array_utils import FILL, search_sorted
 from jaxkv.core.constants import END
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, Num, UInt32
+    from jaxtyping import Array, Bool, Int32, Num, Shaped, UInt32
 
     from jaxkv.ubatch import Ubatch
 
@@ -38,14 +38,7 @@ def tile_size(cells: int) -> int:
 
 
 class StreamCells(NamedTuple):
-    """Cells of a stream, as a placement sees them. Several streams add an axis to each array.
-
-    owners: Bit mask of the sequences that own each cell, in words of 32 sequences of the stream.
-    free: Whether the placement may give a token the cell, and no sequence loses tokens by it.
-    evictable: The same for cells whose tokens are evicted by it; None if there are no such cells,
-      as without a window and in a defrag.
-    position: Position of the token in each cell; -1 for an empty cell.
-    """
+    """Cells of a stream, see `Placement.sort_keys`. Several streams add an axis to each array."""
 
     owners: UInt32[Array, "W N"]
     free: Bool[Array, " N"]
@@ -72,17 +65,34 @@ class RankedCells(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Order in which the open cells of a stream are taken: static, hashable, equal if alike.
+    """Order in which the open cells of a stream are taken, for the option `placement`.
 
     Free cells are taken in the order of `sort_keys`, then evictable cells, lowest position first.
-    A subclass that only defines `sort_keys` gives another order to ubatches, copies, snapshots and
-    defrags. The other methods are the decisions of the placements of this library.
+    A subclass needs only this method: plans, copies, snapshots and defrags follow its order. An
+    object is static in the table, so it is hashable, and a program is reused for equal objects.
+
+    Examples:
+      >>> class LastFit(Placement):
+      ...     def sort_keys(self, stream):
+      ...         return -jnp.arange(stream.position.size)
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=4, placement=LastFit())
+      >>> plan_step(cache, [7]).ubatch.slots.tolist()
+      [[3]]
     """
 
     def sort_keys(self, stream: StreamCells) -> Num[Array, " N"] | None:
         """Return a number for each cell of a stream; cells with lower numbers are taken first.
 
         Cells with equal numbers are taken in the order of indices. None is the order of indices.
+        The argument has these arrays:
+
+        - `owners`, uint32 `[W, N]`: bits of the sequences that own each cell, in words of 32
+          sequences of the stream;
+        - `position`, int32 `[N]`: position of the token in each cell, -1 for an empty cell;
+        - `free`, bool `[N]`: whether a token may get each cell, without an eviction;
+        - `evictable`, bool `[N]`: the same with an eviction; None without a window, and in a
+          defrag.
         """
         del stream
 
@@ -138,7 +148,7 @@ class Placement:
             )
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
 
-    def sort(self, x: jax.Array, order: Int32[Array, " N"] | None) -> jax.Array:
+    def sort(self, x: Shaped[Array, " N"], order: Int32[Array, " N"] | None) -> Shaped[Array, " N"]:
         """Return an array over the cells of a stream in the order of ranks."""
         return x if order is None else x[order]
 
@@ -236,7 +246,9 @@ class Striped(Placement):
         """Return the cells in the order of ranks."""
         return self.sort(jnp.arange(stream.position.size, dtype=jnp.int32))
 
-    def sort(self, x: jax.Array, order: jax.Array | None = None) -> jax.Array:
+    def sort(
+        self, x: Shaped[Array, " N"], order: Int32[Array, " N"] | None = None
+    ) -> Shaped[Array, " N"]:
         """Return an array over the cells of a stream in the order of ranks."""
         # In the order of indices, the axes are stripe, tile of the stripe, and cell of the tile. In
         # the order of ranks, stripe and tile are exchanged, which is faster than reads by index.
