@@ -218,10 +218,10 @@ def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
 
 
 def parse_placement(placement: str | Placement | None) -> Placement:
-    """Return the placement with a name; None is "any".
+    """Return a placement, which may be given by its name; None is "any".
 
     >>> parse_placement("striped:8")
-    Striped(n=8)
+    Striped(stripes=8)
     """
     if isinstance(placement, Placement):
         return placement
@@ -233,8 +233,8 @@ def parse_placement(placement: str | Placement | None) -> Placement:
         return named[placement]
     raise ValueError(
         f"expected a placement of 'any', 'tiled', 'striped:n' for n runs of cells, or an object of "
-        f"a subclass of Placement, got {placement!r}; write 'striped:8' for "
-        f"eight devices that split cells"
+        f"a subclass of Placement, got {placement!r}; write 'striped:8' for eight devices that "
+        f"split cells"
     )
 
 

@@ -6,7 +6,7 @@ of a cell is its index in the order in which cells are taken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,6 +81,8 @@ class Placement:
       [[3]]
     """
 
+    stripes: int = field(default=1, init=False, repr=False)
+
     def sort_keys(self, stream: StreamCells) -> Num[Array, " N"] | None:
         """Return a number for each cell of a stream; cells with lower numbers are taken first.
 
@@ -110,16 +112,21 @@ class Placement:
 
     def saved_fields(self) -> dict[str, str | int]:
         """Return the static fields of a snapshot that name the placement."""
-        return {"placement": self.name, "shards": 1}
+        return {"placement": self.name.partition(":")[0], "shards": self.stripes}
 
     @property
     def cell_multiple(self) -> int:
-        """Number to whose multiples a default number of cells is rounded up."""
-        return 1
+        """A default number of cells is rounded up to a multiple of this number."""
+        return self.stripes
 
     def check_cells(self, cells: int) -> None:
         """Raise a ValueError if a stream cannot have this number of cells."""
-        del cells
+        unit = self.cell_multiple
+        if cells % unit:
+            raise ValueError(
+                f"expected a multiple of {unit} cells for placement={self.name!r}, got {cells}; "
+                f"take {-(-cells // unit) * unit}"
+            )
 
     def tile(self, cells: int) -> int | None:
         """Return the number of cells of a tile, or None if sequences do not get separate tiles.
@@ -130,7 +137,7 @@ class Placement:
 
     def fills_evenly(self, devices: int) -> bool:
         """Return whether devices that split a stream get equal shares of a sequence."""
-        return devices == 1
+        return self.stripes % devices == 0
 
     def order(self, stream: StreamCells) -> Int32[Array, " N"] | None:
         """Return the cells in the order of ranks; None for the order of indices.
@@ -212,47 +219,27 @@ class FirstFit(Placement):
 
 @dataclass(frozen=True)
 class Striped(Placement):
-    """A stream is divided into n stripes, and a tile of each is taken in rotation: "striped:n"."""
+    """A tile of each of n stripes is taken in rotation: the placement "striped:n"."""
 
-    n: int
+    stripes: int = 1
 
     @property
     def name(self) -> str:
         """The name "striped:n"."""
-        return f"striped:{self.n}"
-
-    def saved_fields(self) -> dict[str, str | int]:
-        """Return "striped" and n."""
-        return {"placement": "striped", "shards": self.n}
-
-    @property
-    def cell_multiple(self) -> int:
-        """The number of stripes."""
-        return self.n
-
-    def check_cells(self, cells: int) -> None:
-        """Raise a ValueError if the stripes would have different sizes."""
-        if cells % self.n:
-            raise ValueError(
-                f"expected a number of cells that {self.n} stripes divide, got {cells}; take "
-                f"{-(-cells // self.n) * self.n}"
-            )
-
-    def fills_evenly(self, devices: int) -> bool:
-        """Return whether each device has the same number of stripes."""
-        return self.n % devices == 0
+        return f"striped:{self.stripes}"
 
     def order(self, stream: StreamCells) -> Int32[Array, " N"]:
         """Return the cells in the order of ranks."""
-        return self.sort(jnp.arange(stream.position.size, dtype=jnp.int32))
+        return self.sort(jnp.arange(stream.free.size, dtype=jnp.int32))
 
     def sort(
         self, x: Shaped[Array, " N"], order: Int32[Array, " N"] | None = None
     ) -> Shaped[Array, " N"]:
         """Return an array over the cells of a stream in the order of ranks."""
         # In the order of indices, the axes are stripe, tile of the stripe, and cell of the tile. In
-        # the order of ranks, stripe and tile are exchanged, which is faster than reads by index.
-        return x.reshape(self.n, -1, tile_size(x.size // self.n)).swapaxes(0, 1).reshape(x.shape)
+        # the order of ranks, stripe and tile are exchanged. This is faster than reads by index.
+        tiles = x.reshape(self.stripes, -1, tile_size(x.size // self.stripes))
+        return tiles.swapaxes(0, 1).reshape(x.shape)
 
 
 def cells_at_ranks(

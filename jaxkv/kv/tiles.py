@@ -38,19 +38,19 @@ class Tiled(Placement):
     def check_cells(self, cells: int) -> None:
         """Raise a ValueError if `cells` is 256 or more and not a multiple of 64."""
         # Tiles of a few cells would make a step use several times the memory of a layer's keys.
-        if cells >= 4 * TILE and cells % TILE:
-            raise ValueError(
-                f"expected a number of cells that tiles of {TILE} divide, got {cells}; take "
-                f"{-(-cells // TILE) * TILE}"
-            )
+        if cells >= 4 * TILE:
+            super().check_cells(cells)
 
     def tile(self, cells: int) -> int:
         """Return `tile_size(cells)`."""
         return tile_size(cells)
 
     def order(self, stream: StreamCells) -> Int32[Array, " N"]:
-        """Return the cells in the order of copies and snapshots: tiles of open cells first."""
-        return order_open_tiles_first(stream.open)
+        """Return the order of copies and snapshots: first tiles in which every cell is open."""
+        size = stream.free.size
+        cells = jnp.arange(size, dtype=jnp.int32).reshape(-1, tile_size(size))
+        whole = jnp.all(stream.open.reshape(cells.shape), axis=1)
+        return cells[jnp.argsort(~whole, stable=True)].reshape(-1)
 
     def choose_slots(
         self, streams: StreamCells, ubatch: Ubatch, all_streams: bool
@@ -84,18 +84,6 @@ class Tiled(Placement):
         leaves = cells.at[indices_of_true(leaving, rank.size)].get(**FILL, fill_value=False)
         enter = jnp.zeros_like(cells).at[indices_of_true(gaps, rank.size)].set(leaves, **DROP)
         return None, (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
-
-
-def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
-    """Return all cell indices of a stream; tiles in which every cell is open come first.
-
-    >>> order_open_tiles_first(jnp.array([True, False, False, True, True, True, True, True]))
-    Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
-    """
-    size = open_cells.size
-    cells = jnp.arange(size, dtype=jnp.int32).reshape(-1, tile_size(size))
-    whole = jnp.all(open_cells.reshape(cells.shape), axis=1)
-    return cells[jnp.argsort(~whole, stable=True)].reshape(-1)
 
 
 def choose_for_list(
