@@ -71,6 +71,8 @@ class Placement:
     A subclass needs only this method: plans, copies, snapshots and defrags follow its order. An
     object is static in the table, so it is hashable, and a program is reused for equal objects.
 
+    stripes: Number of equal runs of cells that are filled evenly.
+
     Examples:
       >>> class LastFit(Placement):
       ...     def sort_keys(self, stream):

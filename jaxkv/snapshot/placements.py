@@ -25,7 +25,7 @@ def find_saved_placement(name: str, shards: int) -> Placement:
     """Return the placement with the given static fields in a snapshot."""
     saved = {"placement": name, "shards": check_count(shards, "runs of cells")}
     known: list[Placement] = [FirstFit(), Tiled(), Striped(shards)]
-    if isinstance(name, str) and name.isidentifier():
+    if isinstance(name, str) and ":" not in name:
         known.append(UnknownPlacement(name))
     for placement in known:
         if placement.saved_fields() == saved:

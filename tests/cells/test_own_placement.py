@@ -16,6 +16,7 @@ from tests.helpers.caches import (
     LastFit,
     drawing,
     drawn,
+    think,
 )
 from tests.helpers.meshes import mesh_of, placed
 
@@ -47,6 +48,23 @@ def test_plan_of_several_tokens_takes_cells_in_the_order_of_keys():
     cache = drawn("0{0} . . . . 0{1} . .", replace(LAST, placement=NextTo(4)))
     batch = jaxkv.make_batch([1, 2, 3, 4], sequences=[0, 1, 2, 2])
     assert jaxkv.init_batch(cache, batch).ubatch.slots.ravel().tolist() == [4, 3, 2, 6]
+
+
+def test_generate_with_own_placement_gives_the_same_tokens():
+    results = [
+        jaxkv.generate(
+            lambda _, step: think(step),
+            None,
+            [[1, 2, 3], [4, 5, 6, 7, 8]],
+            cache=replace(SMALL, cells=24, placement=placement).make(),
+            max_new_tokens=4,
+        )
+        for placement in ("any", LastFit(), NextTo(12))
+    ]
+    for result in results[1:]:
+        assert result.tokens.tolist() == results[0].tokens.tolist()
+    tables = [result.cache.table.position[0] for result in results]
+    assert np.all(tables[0][-8:] < 0) and np.all(tables[1][:8] < 0)
 
 
 def test_window_evicts_lowest_position_of_own_placement():
