@@ -40,6 +40,7 @@ from jaxkv.api.maintenance import defrag_plan, init_update, rewind
 from jaxkv.batch import Batch, make_batch
 from jaxkv.cache import Cache, show
 from jaxkv.cache_spec import CacheSpec
+from jaxkv.kv.placement import Placement
 from jaxkv.make import make_cache
 from jaxkv.plan import Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_full, plan_step
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from jaxkv.generation import beam, decode, encode, generate, prefill, score, speculate, warm_up
 
 # Caches.
-__all__ = ["Cache", "CacheSpec", "Rope", "Window", "make_cache"]
+__all__ = ["Cache", "CacheSpec", "Placement", "Rope", "Window", "make_cache"]
 __all__ += ["show"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Step", "Ubatch"]

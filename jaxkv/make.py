@@ -16,6 +16,7 @@ from jaxkv.core.partitioning import ShardingRules, check_mesh, check_sharding_ru
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache, parse_placement
+from jaxkv.kv.placement import Placement
 from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.sharding.make import make_sharded
 from jaxkv.spec import check_sequences_and_streams
@@ -35,7 +36,7 @@ def make_cache(
     dtype: ByPart[jax.typing.DTypeLike] = jnp.float32,
     ubatch_size: ByPart[int] = 512,
     max_rollback: ByPart[int | None] = None,
-    placement: ByPart[str | None] = None,
+    placement: ByPart[str | Placement | None] = None,
     stacked: ByPart[bool] = False,
     lanes: ByPart[int | None] = None,
     mesh: Mesh | None = None,
@@ -78,6 +79,8 @@ def make_cache(
         - "tiled" gives a sequence whole empty tiles of at most 64 cells. If no tile is empty, the
           sequence gets any free cells. N below 256 may be any number; a larger N must be a
           multiple of 64.
+        - An object of a subclass of `Placement` sorts cells by a rule of your
+          own (`docs/howto/own_placement.md`).
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
         values. All layers must have equal sizes. `attend`, `write_kv` and `read_kv` then accept a

@@ -61,7 +61,7 @@ KNOWN_BY = {
     "jaxkv/kv/slots.py": "arguments limits llama_cpp_edge_cases window streams copies "
     "plan_reasons rewind stale_plans stateful recurrent every_argument sharding unwritten_layers "
     "prefix sets",
-    "jaxkv/kv/fill_order.py": "striped stateful every_argument",
+    "jaxkv/kv/placement.py": "striped own_placement limits window copies stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/cross_attention.py": "sources families",
     "jaxkv/kv/copy_pooled.py": "copies stateful every_argument sharding unwritten_layers",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxkv.core.constants import EMPTY, END, WORD
 from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import Sharded
 from jaxkv.core.pytree import pytree_dataclass, static_field
+from jaxkv.kv.placement import Placement
 from jaxkv.kv.record import INITIAL, CellRecord
 from jaxkv.window import Window
 
@@ -31,9 +32,6 @@ C = TypeVar("C", bound="Cells")
 BLOCK = 128
 """Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
-Placement = Literal["any", "striped", "tiled"]
-"""Order in which cells are taken: by index, in stripes, or in tiles."""
-
 
 @pytree_dataclass
 class Cells(CellRecord, Sharded):
@@ -45,7 +43,7 @@ class Cells(CellRecord, Sharded):
     version: Number of each stream; every ubatch and every edit that changes the stream changes it.
     incomplete: Whether each layer lacks keys of tokens of each stream; None if the cache is not
       stacked, because then `Step.cache` raises if a layer was not written.
-    shards: The n of placement "striped:n", static; 1 for other placements.
+    placement: Order in which cells are taken, static.
     ubatch_size: Largest number of tokens of a ubatch, static; None for no limit.
     """
 
@@ -53,7 +51,6 @@ class Cells(CellRecord, Sharded):
     version: UInt32[Array, " S"]
     incomplete: Bool[Array, "S L"] | None
     placement: Placement = static_field()
-    shards: int = static_field()
     window: Window | None = static_field()
     ubatch_size: int | None = static_field()
 

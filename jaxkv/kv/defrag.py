@@ -1,4 +1,4 @@
-"""Defragmentation: used cells move into gaps, in the order of `jaxkv.kv.fill_order`."""
+"""Defragmentation: used cells move into gaps, in the order of `jaxkv.kv.placement`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import DROP, FILL, indices_of_true, search_sorted
+from jaxkv.core.array_utils import FILL, indices_of_true, search_sorted
 from jaxkv.core.hashing import mix
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import C, Cells, is_cell_empty, with_owners
-from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.placement import Placement, StreamCells, cells_at_ranks
 from jaxkv.kv.record import gather_cells, scatter_cells, with_record
 from jaxkv.kv.shards import Shard, map_kv
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.tiles import tile_size
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
@@ -84,12 +83,13 @@ class DefragPlan(MaintenancePlan):
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
     """Plan all moves that close gaps, or the first `max_moves` moves in each stream.
 
-    The rank of a cell is its index in fill order. If a stream has U used cells, used cells with a
-    rank of U or more move to empty cells with a rank below U. For tiled placement, the same rule
-    applies to used and empty tiles instead of cells.
+    If a stream has U used cells, used cells with a rank of U or more move to empty cells with a
+    rank below U. For tiled placement, the same rule applies to used and empty tiles instead of
+    cells.
     """
-    tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
-    plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
+    streams = StreamCells(cells.owners, is_cell_empty(cells), None, cells.position)
+    plan = jax.vmap(partial(_plan_stream_moves, spec, cells.placement))(streams)
+    tile = cells.placement.tile(cells.num_cells)
     if max_moves is None:
         return plan
     last = min(max_moves, plan.length.shape[1]) - 1
@@ -101,23 +101,12 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
     return replace(plan, length=jnp.where(is_kept, plan.length, 0))
 
 
-def _plan_stream_moves(
-    spec: TableSpec, shards: int, tile: int | None, empty: jax.Array
-) -> DefragPlan:
-    """Plan the moves of one stream; move whole tiles unless `tile` is None."""
-    size = empty.shape[0]
-    max_moves = max(size // 2, 1)
-    rank, is_used = jnp.arange(size), to_fill_order(~empty, shards)
-    if tile is None:
-        used = jnp.sum(is_used)
-        leave, enter = is_used & (rank >= used), ~is_used & (rank < used)
-    else:
-        leave, enter = _find_tile_moves(is_used, tile)
-
-    # The n-th cell that leaves, in the order of ranks, moves to the n-th gap.
-    source, gap = (
-        cells_at_ranks(indices_of_true(x, max_moves), size, shards) for x in (leave, enter)
-    )
+def _plan_stream_moves(spec: TableSpec, placement: Placement, stream: StreamCells) -> DefragPlan:
+    """Plan the moves of one stream."""
+    size = stream.free.size
+    max_moves, tile = max(size // 2, 1), placement.tile(size)
+    order, leave, enter = placement.find_moves(stream)
+    source, gap = (cells_at_ranks(indices_of_true(x, max_moves), order) for x in (leave, enter))
     pair = jnp.arange(max_moves)
     pairs = jnp.sum(enter)
     # The cells of a run are contiguous, at the source and at the destination. A moved tile starts a
@@ -141,21 +130,9 @@ def _plan_stream_moves(
         source=take_at_run_starts(source),
         destination=take_at_run_starts(gap),
         length=length.astype(jnp.int32),
-        free=empty,
+        free=stream.free,
         spec=spec,
     )
-
-
-def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return masks of source and of destination cells for moves of whole tiles, `[N]` bool."""
-    cells = is_used.reshape(-1, tile)  # [M, cells of a tile]
-    has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
-    used = jnp.sum(has_used)
-    leaving, gaps = has_used & (rank >= used), ~has_used & (rank < used)
-    # The n-th used tile that leaves moves to the n-th gap, with its empty cells.
-    leaves = cells.at[indices_of_true(leaving, rank.size)].get(**FILL, fill_value=False)
-    enter = jnp.zeros_like(cells).at[indices_of_true(gaps, rank.size)].set(leaves, **DROP)
-    return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
 def _move_keys_and_values(

@@ -14,10 +14,11 @@ from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.validate import check_count, check_shape
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cells import Placement, empty_fields
+from jaxkv.kv.cells import empty_fields
 from jaxkv.kv.layer_kv import HeadSizes
+from jaxkv.kv.placement import TILE, FirstFit, Placement, Striped
 from jaxkv.kv.table import CellTable
-from jaxkv.kv.tiles import TILE, check_tile_multiple
+from jaxkv.kv.tiles import Tiled
 from jaxkv.ops.storage.forms import form_of_dtype
 from jaxkv.ops.storage.head_rows import LANES
 from jaxkv.ops.storage.storage import Stored
@@ -42,13 +43,13 @@ def make_attention_cache(
     dtype: jax.typing.DTypeLike,
     ubatch_size: int,
     max_rollback: int | None,
-    placement: str | None,
+    placement: str | Placement | None,
     stacked: bool,
     lanes: int | None,
     devices: int | None,
 ) -> Cache:
     """Implement `make_cache` for attention layers."""
-    kind, shards = parse_placement(placement)
+    chosen = parse_placement(placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
     rollback = check_count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
@@ -60,24 +61,17 @@ def make_attention_cache(
             max_rollback=rollback,
             sequences_per_stream=sequences // streams,
         )
-        unit = TILE if kind == "tiled" else shards
-        window_cells = -(-window_cells // unit) * unit
+        window_cells = -(-window_cells // chosen.cell_multiple) * chosen.cell_multiple
         if cells is None or check_count(cells, "cells") > window_cells:
             cells, window_ubatch_size = window_cells, ubatch_size  # sequences need no more cells
     if cells is None:
         read = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
         raise ValueError(f"expected a number of cells for {read}, got None; pass cells=")
     cells = check_count(cells, "cells of a stream", high=MAX_CELLS - 1)
-    if cells % shards:
-        raise ValueError(
-            f"expected a number of cells that {shards} stripes divide, got {cells}; take "
-            f"{-(-cells // shards) * shards}"
-        )
     devices = HEAD_DEVICES.get() if devices is None else devices
     if placement is None and devices is None:  # no mesh
-        kind = default_placement(cells, sharing=sequences // streams)
-    if kind == "tiled":
-        check_tile_multiple(cells)
+        chosen = default_placement(cells, sharing=sequences // streams)
+    chosen.check_cells(cells)
     lanes = default_lanes(devices) if lanes is None else check_count(lanes, "lanes")
     fields, buffers = _make_arrays(
         spec,
@@ -91,8 +85,7 @@ def make_attention_cache(
     )
     table = CellTable(
         **fields,
-        placement=kind,
-        shards=shards,
+        placement=chosen,
         window=spec.window,
         ubatch_size=window_ubatch_size,
     )
@@ -100,16 +93,16 @@ def make_attention_cache(
 
 
 def default_placement(cells: int, *, sharing: int, platform: str | None = None) -> Placement:
-    """Return the default of the option `placement`: "tiled" for large pools on a CPU, else "any".
+    """Return the default of the option `placement`: tiles for large pools on a CPU.
 
     sharing: number of sequences that share a stream.
 
-    >>> [default_placement(cells, sharing=8, platform="cpu") for cells in (2048, 4096, 4100)]
+    >>> [default_placement(cells, sharing=8, platform="cpu").name for cells in (2048, 4096, 4100)]
     ['any', 'tiled', 'any']
     """
     platform = jax.default_backend() if platform is None else platform
     is_large = sharing >= MIN_SEQUENCES_IN_TILES and cells >= MIN_CELLS_IN_TILES
-    return "tiled" if platform == "cpu" and is_large and cells % TILE == 0 else "any"
+    return Tiled() if platform == "cpu" and is_large and cells % TILE == 0 else FirstFit()
 
 
 def default_lanes(devices: int | None = None, platform: str | None = None) -> int:
@@ -223,18 +216,24 @@ def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,) * spec.layers
 
 
-def parse_placement(placement: str | None) -> tuple[Placement, int]:
-    """Return the kind of placement ("any" for None), and n of "striped:n" (1 for other kinds)."""
-    if placement is None:
-        return "any", 1
-    if placement in ("any", "tiled"):
-        return placement, 1
-    kind, _, shards = str(placement).partition(":")
-    if kind == "striped" and shards.isascii() and shards.isdigit() and int(shards):
-        return kind, int(shards)
+def parse_placement(placement: str | Placement | None) -> Placement:
+    """Return a placement, which may be given by its name; None is "any".
+
+    >>> parse_placement("striped:8")
+    Striped(stripes=8)
+    """
+    if isinstance(placement, Placement):
+        return placement
+    kind, _, n = str(placement).partition(":")
+    if kind == "striped" and n.isascii() and n.isdigit() and int(n):
+        return Striped(int(n))
+    named = {None: FirstFit(), "any": FirstFit(), "tiled": Tiled()}
+    if placement is None or isinstance(placement, str) and placement in named:
+        return named[placement]
     raise ValueError(
-        f"expected a placement of 'any', 'tiled' or 'striped:n' for n runs of cells, "
-        f"got {placement!r}; write 'striped:8' for eight devices that split cells"
+        f"expected a placement of 'any', 'tiled', 'striped:n' for n runs of cells, or an object of "
+        f"a subclass of Placement, got {placement!r}; write 'striped:8' for eight devices that "
+        f"split cells"
     )
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.kv.cells import locate_owner_bit
-from jaxkv.kv.tiles import tile_size
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.step import Step
 from jaxkv.window import last_seen
@@ -43,7 +42,7 @@ def visibility_of(
     bit = jnp.where(is_query, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
     # If a list has more tokens than sequences, several tokens of a prompt attend to the same tiles.
-    tiled = cells.placement == "tiled" and at.shape[1] <= cells.sequences_per_stream
+    has_few_tokens = at.shape[1] <= cells.sequences_per_stream
     return Visibility(
         position=cells.position,
         owners=cells.owners,
@@ -55,7 +54,7 @@ def visibility_of(
         causal=causal,
         all_streams=all_streams,
         visible_until=None if visible_until is None else visible_until.reshape(at.shape),
-        tile=tile_size(cells.num_cells) if tiled else None,
+        tile=cells.placement.tile(cells.num_cells) if has_few_tokens else None,
     )
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.core.array_utils import DROP, FILL, MAX_COMPARISONS, out_of_range_slots, search_sorted
-from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.array_utils import DROP, MAX_COMPARISONS, out_of_range_slots
+from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import cell_stamps, hash_overwritten_cells, mix_linearly
 from jaxkv.kv.cells import (
     C,
@@ -24,10 +24,9 @@ from jaxkv.kv.cells import (
     sequences_owning_cells,
 )
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
-from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.placement import StreamCells, choose_in_stream
 from jaxkv.kv.record import CellRecord, gather_cells, scatter_cells, with_record
 from jaxkv.kv.shards import Shard, map_rows, map_rows_gather, map_table
-from jaxkv.kv.tiles import choose_in_tiles, order_open_tiles_first
 from jaxkv.table import Admission, SequenceStatus
 from jaxkv.ubatch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
 from jaxkv.window import max_lookback
@@ -146,61 +145,9 @@ def _search_cells(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Choose slots in the streams of a device."""
     # If there is only one stream, its rows form one list, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
-    choose = choose_in_tiles if cells.placement == "tiled" else _choose_in_order
-    return choose(cells, ubatch, all_streams)
-
-
-def _choose_in_order(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
-    open_cells, position = usable_cells(cells), cells.position
-    if all_streams and ubatch.valid.size == cells.streams:
-        return _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
-    lists, stream = cells.streams if all_streams else len(ubatch.valid), ubatch.row_stream
-    number = jnp.cumsum(ubatch.valid.reshape(lists, -1), axis=1, dtype=jnp.int32)
-    if not all_streams:
-        # Each row is a list. In a stream, the tokens of a lower sequence take cells first, so the
-        # numbers of a row begin after the tokens of all rows of lower sequences.
-        open_cells, position = open_cells[stream], position[stream]
-        if cells.sequences_per_stream > 1:
-            is_later = ubatch.row_sequence[:, None] > ubatch.row_sequence[None]  # [R, R]
-            is_later &= stream[:, None] == stream[None]
-            before = jnp.where(is_later, number[None, :, -1], 0)
-            number += jnp.sum(before, axis=1, dtype=jnp.int32)[:, None]
-    slots = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, number)
-    return slots.reshape(ubatch.valid.shape)
-
-
-def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
-    """Return the slot of the only token of each stream, `[S]`; N if no cell is open."""
-    size, shards = cells.num_cells, cells.shards
-    open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
-    if cells.window is not None:
-        # An empty cell has position -1, so evictable cells count only if no cell is empty.
-        lowest = jnp.min(jnp.where(open_cells, position, END), axis=1)
-        open_cells &= position == lowest[:, None]
-    first = jnp.min(jnp.where(open_cells, jnp.arange(size, dtype=jnp.int32), size), axis=1)
-    return cells_at_ranks(first, size, shards)
-
-
-def choose_in_stream(
-    cells: Cells,
-    open_cells: Bool[Array, " N"],
-    position: Int32[Array, " N"],
-    number: Int32[Array, " T"],
-) -> Int32[Array, " T"]:
-    """Return the slot of each token in a stream; a slot past the last cell for no cell.
-
-    Tokens are numbered from 1 in the order in which they take cells.
-    """
-    size, shards = cells.num_cells, cells.shards
-    open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
-    count = jnp.cumsum(open_cells, dtype=jnp.int32)  # inclusive
-    if cells.window is None:
-        # Token n takes the first cell at which `count` is n.
-        return cells_at_ranks(search_sorted(count, number), size, shards)
-    # Empty cells come first, because they have position -1. The added index N is for no cell.
-    order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
-    order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)
-    return order[jnp.where(number <= count[-1], number - 1, size)]
+    evictable = None if cells.window is None else is_evictable(cells)
+    streams = StreamCells(cells.owners, is_cell_empty(cells), evictable, cells.position)
+    return cells.placement.choose_slots(streams, ubatch, all_streams)
 
 
 def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "S N"]:
@@ -210,16 +157,13 @@ def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "
     other slots are past the last cell.
     """
     number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
-
-    def choose_for_stream(open_cells: jax.Array, position: jax.Array) -> jax.Array:
-        if cells.placement != "tiled":
-            return choose_in_stream(cells, open_cells, position, number)
-        # `nth` is an index in `order`, not yet a slot.
-        order = order_open_tiles_first(open_cells)
-        nth = choose_in_stream(cells, open_cells[order], position[order], number)
-        return order.at[nth].get(**FILL, fill_value=cells.num_cells)
-
-    return jax.vmap(choose_for_stream)(open_cells, cells.position)
+    free, evictable = open_cells, None
+    if cells.window is not None:
+        free = open_cells & is_cell_empty(cells)
+        evictable = open_cells != free
+    streams = StreamCells(cells.owners, free, evictable, cells.position)
+    ranked = jax.vmap(cells.placement.rank_cells)(streams)
+    return jax.vmap(partial(choose_in_stream, number=number))(ranked)
 
 
 def occupy(cells: C, ubatch: Ubatch) -> C:

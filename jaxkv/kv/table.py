@@ -79,7 +79,6 @@ class CellTable(Cells, CacheTable):
                 ("cells", self.num_cells),
                 ("window", self.window),
                 ("placement", self.placement),
-                ("shards", self.shards),
             ),
         )
 
@@ -100,8 +99,7 @@ class CellTable(Cells, CacheTable):
         }
         if self.window is not None:
             sizes["window"] = f"{self.window.rule}({self.window.width})"
-        if self.placement != "any":
-            sizes["placement"] = self.placement
+        sizes |= self.placement.repr_fields()
         return format_sizes(self.spec.kind, sizes, self.position.shape[:-2], self, buffers)
 
     def view_cells(self) -> CellView:

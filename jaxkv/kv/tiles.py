@@ -5,93 +5,85 @@ In this module, a stream has M tiles and U sequences.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, search_sorted
+from jaxkv.core.array_utils import DROP, FILL, divmod_nonnegative, indices_of_true, search_sorted
 from jaxkv.core.constants import END, WORD
-from jaxkv.kv.cells import Cells, is_cell_empty
-from jaxkv.kv.eviction import is_evictable
+from jaxkv.kv.placement import TILE, Placement, StreamCells, tile_size
 from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, UInt32
-
-TILE = 64
-"""Largest number of cells in a tile."""
+    from jaxtyping import Array, Bool, Int32
 
 
-def tile_size(cells: int) -> int:
-    """Return the number of cells in a tile: a divisor of `cells`, at most 64.
+@dataclass(frozen=True)
+class Tiled(Placement):
+    """A sequence gets whole empty tiles, while there are any: the placement "tiled"."""
 
-    >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
-    [64, 16, 4, 2, 1]
-    """
-    size = gcd(TILE, cells)
-    while size > 1 and 4 * size > cells:
-        size //= 2
-    return size
+    @property
+    def name(self) -> str:
+        """The name "tiled"."""
+        return "tiled"
 
+    @property
+    def cell_multiple(self) -> int:
+        """64, the size of a tile in a large stream."""
+        return TILE
 
-def check_tile_multiple(cells: int) -> None:
-    """Raise a ValueError if `cells` is 256 or more and not a multiple of 64.
+    def check_cells(self, cells: int) -> None:
+        """Raise a ValueError if `cells` is 256 or more and not a multiple of 64."""
+        # Tiles of a few cells would make a step use several times the memory of a layer's keys.
+        if cells >= 4 * TILE:
+            super().check_cells(cells)
 
-    Tiles of a few cells would make a decode step use several times the memory of a layer's keys.
-    """
-    if cells >= 4 * TILE and cells % TILE:
-        raise ValueError(
-            f"expected a number of cells that tiles of {TILE} divide, got {cells}; take "
-            f"{-(-cells // TILE) * TILE}"
-        )
+    def tile(self, cells: int) -> int:
+        """Return `tile_size(cells)`."""
+        return tile_size(cells)
 
+    def order(self, stream: StreamCells) -> Int32[Array, " N"]:
+        """Return the order of copies and snapshots: first tiles in which every cell is open."""
+        size = stream.free.size
+        cells = jnp.arange(size, dtype=jnp.int32).reshape(-1, tile_size(size))
+        whole = jnp.all(stream.open.reshape(cells.shape), axis=1)
+        return cells[jnp.argsort(~whole, stable=True)].reshape(-1)
 
-def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
-    """Return all cell indices of a stream; tiles in which every cell is open come first.
+    def choose_slots(
+        self, streams: StreamCells, ubatch: Ubatch, all_streams: bool
+    ) -> Int32[Array, "R T"]:
+        """Choose slots for a ubatch with `choose_for_list`; a token without a cell gets slot N."""
+        count, valid = ubatch.spec.sequences_per_stream, ubatch.valid
+        _, sequences = divmod_nonnegative(ubatch.sequences, count)
+        if all_streams:
+            sequences, valid = (x.reshape(len(streams.position), -1) for x in (sequences, valid))
+        else:
+            # The list of a row has all tokens of the row's stream, because they share its free
+            # cells. Only the slots of the row's own tokens are read. Axes of `valid`: list, row,
+            # token.
+            same_stream = ubatch.row_stream[:, None] == ubatch.row_stream[None]
+            streams = jax.tree.map(lambda x: x[ubatch.row_stream], streams)
+            valid = (same_stream[..., None] & valid[None]).reshape(len(valid), -1)
+            sequences = jnp.broadcast_to(sequences.reshape(1, -1), valid.shape)
+        slots = jax.vmap(partial(choose_for_list, count=count))(streams, sequences, valid)
+        if not all_streams:
+            rows = jnp.arange(len(slots))
+            slots = slots.reshape(len(slots), *ubatch.valid.shape)[rows, rows]
+        return slots.reshape(ubatch.valid.shape)
 
-    >>> order_open_tiles_first(jnp.array([True, False, False, True, True, True, True, True]))
-    Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
-    """
-    size = open_cells.size
-    cells = jnp.arange(size, dtype=jnp.int32).reshape(-1, tile_size(size))
-    whole = jnp.all(open_cells.reshape(cells.shape), axis=1)
-    return cells[jnp.argsort(~whole, stable=True)].reshape(-1)
-
-
-def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
-    """Choose slots for a ubatch with `choose_for_list`; a token without a cell gets the slot N."""
-    evictable = None if cells.window is None else is_evictable(cells)
-    pool = StreamCells(cells.owners, is_cell_empty(cells), evictable, cells.position)
-    _, sequences = divmod_nonnegative(ubatch.sequences, cells.sequences_per_stream)
-    valid = ubatch.valid
-    if all_streams:
-        sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))
-    else:
-        # The list of a row has all tokens of the row's stream, because they share its free cells.
-        # Only the slots of the row's own tokens are read. Axes of `valid`: list, row, token.
-        same_stream = ubatch.row_stream[:, None] == ubatch.row_stream[None]
-        pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
-        valid = (same_stream[..., None] & valid[None]).reshape(len(valid), -1)
-        sequences = jnp.broadcast_to(sequences.reshape(1, -1), valid.shape)
-    slots = jax.vmap(partial(choose_for_list, count=cells.sequences_per_stream))(
-        pool, sequences, valid
-    )
-    if not all_streams:
-        rows = jnp.arange(len(slots))
-        slots = slots.reshape(len(slots), *ubatch.valid.shape)[rows, rows]
-    return slots.reshape(ubatch.valid.shape)
-
-
-class StreamCells(NamedTuple):
-    """Cells of a stream."""
-
-    owners: UInt32[Array, "W N"]
-    free: Bool[Array, " N"]
-    evictable: Bool[Array, " N"] | None
-    position: Int32[Array, " N"]
+    def find_moves(self, stream: StreamCells) -> tuple[None, Bool[Array, " N"], Bool[Array, " N"]]:
+        """Return moves of whole tiles, in the order of indices."""
+        cells = (~stream.free).reshape(-1, tile_size(stream.free.size))  # [M, cells of a tile]
+        has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
+        used = jnp.sum(has_used)
+        leaving, gaps = has_used & (rank >= used), ~has_used & (rank < used)
+        # The n-th used tile that leaves moves to the n-th gap, with its empty cells.
+        leaves = cells.at[indices_of_true(leaving, rank.size)].get(**FILL, fill_value=False)
+        enter = jnp.zeros_like(cells).at[indices_of_true(gaps, rank.size)].set(leaves, **DROP)
+        return None, (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
 def choose_for_list(

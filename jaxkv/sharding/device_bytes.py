@@ -195,10 +195,9 @@ def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRu
     table = part.table
     if table.spec.is_cross_attention or not isinstance(table, Cells):
         return []
-    if table.num_cells == 1 or table.shards % devices == 0:
+    if table.num_cells == 1 or table.placement.fills_evenly(devices):
         return []
-    placement = f"striped:{table.shards}" if table.placement == "striped" else table.placement
     return [
-        f"placement={placement!r} fills the devices unevenly that split cells by "
+        f"placement={table.placement.name!r} fills the devices unevenly that split cells by "
         f"{', '.join(axes)}; take placement='striped:{devices}'"
     ]

@@ -50,6 +50,7 @@ from jaxkv.snapshot.parts import (
     static_fields,
     to_json,
 )
+from jaxkv.snapshot.placements import find_saved_placement
 from jaxkv.spec import check_sequences_and_streams
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "cells": table.num_cells,
             "sequences": table.sequences,
             "streams": table.streams,
-            "static": static_fields(table),
+            "static": {**table.placement.saved_fields(), **static_fields(table)},
             "ropes": to_json(buffers.ropes),
             "latent": [_slice_bounds(sizes.latent) for sizes in buffers.head_sizes],
         }
@@ -94,6 +95,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         ropes = from_json(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
         static = {name: from_json(value) for name, value in description["static"].items()}
+        static["placement"] = find_saved_placement(static["placement"], static.pop("shards"))
 
         def saved_shape(name: str) -> tuple[np.dtype, tuple[int, ...]]:
             return entries.get(name) or entries[f"{name}.codes"]
@@ -294,15 +296,9 @@ def _buffer_shapes(
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
-    placement, shards, size = (static[name] for name in ("placement", "shards", "ubatch_size"))
-    check_count(shards, "runs of cells")
-    if size is not None:
-        check_count(size, "ubatch_size")
+    if static["ubatch_size"] is not None:
+        check_count(static["ubatch_size"], "ubatch_size")
     spec = CacheSpec.attention(len(ropes), heads, keys, values, window=static["window"], rope=ropes)
-    if placement == "striped":
-        placement = f"striped:{shards}"
-    elif shards != 1:
-        raise ValueError(f"expected one run of cells, got {shards}; save the snapshot again")
     check_sequences_and_streams(sizes["sequences"], sizes["streams"])
     make = partial(
         make_attention_cache,
@@ -311,18 +307,12 @@ def _buffer_shapes(
         dtype=form("k.0")[0],
         ubatch_size=1,
         max_rollback=sizes["cells"],
-        placement=placement,
+        placement=static["placement"],
         stacked=False,
         lanes=None,
         devices=None,
     )
-    made = jax.eval_shape(make)
-    if made.table.placement != static["placement"]:
-        raise ValueError(
-            f"expected a placement of {made.table.placement}, got {placement}; save the snapshot "
-            "again"
-        )
-    return made.buffers
+    return jax.eval_shape(make).buffers
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:

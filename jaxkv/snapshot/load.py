@@ -24,6 +24,7 @@ from jaxkv.snapshot.assemble import (
 )
 from jaxkv.snapshot.file import VERSION, SnapshotFile, Source, json_round_trip, open_file
 from jaxkv.snapshot.parts import SequenceMap
+from jaxkv.snapshot.placements import check_placements
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -138,7 +139,7 @@ def load(
       PlanRefusedError: If a stream has too few free cells.
       TypeError: If `into` has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
-      ValueError: If a new cache would be larger than `max_bytes`.
+      ValueError: If a new cache would be larger than `max_bytes`, or have a placement of your own.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
       ValueError: If the existing cache is traced, split over a mesh, donated, or a batch of caches.
@@ -178,6 +179,7 @@ def load(
         ids = file.description["sequences"]
         if into is None:
             check_size(file, saved, max_bytes)
+            check_placements(saved)
             moves = SequenceMap([*range(len(ids))], ids, ids)
             return _restore(file, saved, make_empty_cache(file), moves, fresh=False)
         check_fits(saved, into)

@@ -164,11 +164,12 @@ def buffer_names(buffers: PyTree, prefix: str) -> PyTree:
 
 
 def static_fields(table: Cells | States) -> dict[str, Json]:
-    """Return the static fields of a table except `sharding_rules`, as JSON values."""
+    """Return static fields of a table, but not rules and placement, as JSON values."""
     return {
         field.name: to_json(getattr(table, field.name))
         for field in fields(table)
-        if field.metadata.get("static") and field.name not in ("sharding_rules", "_class")
+        if field.metadata.get("static")
+        and field.name not in ("sharding_rules", "placement", "_class")
     }
 
 

@@ -52,6 +52,11 @@ def twice(make):
     return jax.tree.map(lambda x: jnp.stack([x, x]), make())
 
 
+class OneKey(jaxkv.Placement):
+    def sort_keys(self, stream):
+        return stream.free.sum()
+
+
 SHARED = partial(make_batch, [[1], [2]], sequences=[[0, 3], 1])
 APART = partial(make_batch, [1, 2], sequences=[0, 2])
 ROPE = jaxkv.Rope.make(4)

@@ -44,10 +44,10 @@ APART = dict(
 )
 
 
-def cells(count, arrays=None, *, ubatch_size=None, placement="any", stripes=1):
+def cells(count, arrays=None, *, ubatch_size=None, placement="any"):
     """An attention part; its arrays default to keys and values of two layers."""
     arrays = arrays or [f"float32[2,2,{count},8]"] * 4
-    return count, ubatch_size, placement, stripes, arrays
+    return count, ubatch_size, placement, arrays
 
 
 def states(count):
@@ -58,7 +58,7 @@ UNLIKE = [f"float32[2,{sizes}]" for sizes in ("2,16,8", "4,16,4", "2,16,4", "4,1
 OF_INT8 = ["int8[2,2,16,8]", "float32[2,2,16,1]"] * 4
 STACKED_INT8 = ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2
 STACKED = dict(stacked=True, dtype=jnp.bfloat16)
-STRIPED = dict(placement="striped", stripes=4)
+STRIPED = dict(placement="striped:4")
 BY_SIZES = dict(ubatch_size=3, max_rollback=2, placement="striped:4")
 SMALLER = dict(cells=((8, None),), max_rollback=((32, 3),))
 CASES = {  # spec, options, and the expected parts
@@ -103,7 +103,7 @@ def found(cache):
         arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(buffers)]
         if not isinstance(table, CellTable):
             return table.num_cells, arrays
-        return table.num_cells, table.ubatch_size, table.placement, table.shards, arrays
+        return table.num_cells, table.ubatch_size, table.placement.name, arrays
 
     return [of(leaf.table, leaf.buffers) for leaf in leaves_of(cache)]
 
@@ -137,15 +137,15 @@ def test_make_cache_makes_empty_table_and_buffers_of_its_spec(name):
 )
 def test_default_placement_of_large_pools_is_tiled(cells, sequences, streams, expected):
     sizes = dict(cells=cells, sequences=sequences, streams=streams)
-    assert jax.eval_shape(lambda: make_cache(ATTENTION, **sizes)).table.placement == expected
+    assert jax.eval_shape(lambda: make_cache(ATTENTION, **sizes)).table.placement.name == expected
     if not cells % 64:
         chosen = jax.eval_shape(lambda: make_cache(ATTENTION, placement="any", **sizes))
-        assert chosen.table.placement == "any"
-    assert default_placement(cells, sharing=sequences // streams, platform="tpu") == "any"
+        assert chosen.table.placement.name == "any"
+    assert default_placement(cells, sharing=sequences // streams, platform="tpu").name == "any"
     mesh = jax.make_mesh((1,), ("tensor",))
     rules = jaxkv.sharding.ShardingRules()
     shapes = jaxkv.sharding.shapes(lambda: make_cache(ATTENTION, **sizes), mesh, rules)
-    assert shapes.table.placement == "any"
+    assert shapes.table.placement.name == "any"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,12 +6,22 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import jaxkv
 from tests.cells.state_machine import StateVerbs, Verbs
-from tests.helpers.caches import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, SMALL, Kind
+from tests.helpers.caches import (
+    ALL_KINDS,
+    CODES,
+    GROUPS_LAST_FIT,
+    GROUPS_STRIPES,
+    LAST_FIT_WINDOW,
+    LATENT,
+    SMALL,
+    Kind,
+)
 from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
-KINDS = {kind.name: kind for kind in [*ALL_KINDS, CODES, LATENT]}
+OWN = [GROUPS_LAST_FIT, LAST_FIT_WINDOW]
+KINDS = {kind.name: kind for kind in [*ALL_KINDS, CODES, LATENT, *OWN]}
 NEAR = jaxkv.Window.sliding(4)
 WIDE_TILES = Kind("tiled-two-owner-words", 24, sequences=40, placement="tiled", windows=(NEAR,))
 GROUPS = {"sequences": 4, "streams": 2}
@@ -36,6 +46,11 @@ def run(machine, runs, steps):
 
 def test_edits_match_oracle_of_one_pool():
     run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False), runs=15, steps=20)
+
+
+@pytest.mark.parametrize("kind", OWN, ids=str)
+def test_edits_match_oracles_of_an_own_placement(kind):
+    run(lambda: Verbs(kind, moves=(2, 2), in_rows=True), runs=5, steps=20)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import sharding
-from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.placement import Striped, cells_at_ranks
 from tests.helpers.caches import STRIPES
 from tests.helpers.meshes import RULES, mesh_of
 from tests.helpers.reference_cache import Oracle
@@ -20,9 +20,9 @@ BY_NUMBER = {"placement": "any"}
 @pytest.mark.parametrize(("share", "shards"), [(3, 2), (6, 2), (65, 3), (320, 4)])
 def test_dealt_and_cell_of_match_oracle(share, shards):
     cells = share * shards
-    order = to_fill_order(jnp.arange(cells), shards).tolist()
-    assert order == Oracle(cells, 1, placement=f"striped:{shards}").order
-    assert cells_at_ranks(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
+    order = Striped(shards).sort(jnp.arange(cells, dtype=jnp.int32))
+    assert order.tolist() == Oracle(cells, 1, placement=f"striped:{shards}").order
+    assert cells_at_ranks(jnp.arange(cells + 1), order).tolist() == [*order.tolist(), cells]
 
 
 UNEVEN = "fills the devices unevenly that split cells by cells; take placement='striped:4'"

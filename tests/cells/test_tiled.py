@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.kv.tiles import TILE, StreamCells, choose_for_list, tile_size
+from jaxkv.kv.placement import TILE, StreamCells, tile_size
+from jaxkv.kv.tiles import choose_for_list
 from jaxkv.ops.attention.bias import check_bias
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import compute_mask

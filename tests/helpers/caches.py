@@ -23,6 +23,7 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible_cells_mask
+from jaxkv.kv.placement import Placement, StreamCells
 from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.head_rows import split_rows_of_cells
 from jaxkv.ops.storage.latent import ValueSlice
@@ -63,7 +64,7 @@ class Kind:
     name: str
     cells: int
     sequences: int
-    placement: str = "any"
+    placement: str | Placement = "any"
     streams: int = 1
     windows: tuple[jaxkv.Window | None, ...] = (None,)
     dtype: str = "float32"
@@ -99,9 +100,16 @@ class Kind:
         return compose_hybrid_cache(*zip(parts, self.layers, strict=True))
 
     def oracles(self) -> "Oracles":
-        sizes = (self.cells, self.sequences, self.streams, self.placement)
+        sizes = (self.cells, self.sequences, self.streams, str(self.placement))
         windows = [window and (window.rule, window.width) for window in self.windows]
         return Oracles(Oracle(*sizes, window=window) for window in windows)
+
+
+class LastFit(Placement):
+    """A placement of a user: cells with higher indices first."""
+
+    def sort_keys(self, stream: StreamCells) -> jax.Array:
+        return -jnp.arange(stream.free.size)
 
 
 SMALL = Kind("small", cells=12, sequences=3)
@@ -120,6 +128,8 @@ TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
 GROUPS_TILES = replace(
     TILES, name="groups-tiled-full-and-window", streams=2, windows=(None, Window.sliding(3))
 )
+GROUPS_LAST_FIT = replace(GROUPS, name="groups-last-fit", placement=LastFit())
+LAST_FIT_WINDOW = replace(WINDOW, name="last-fit-window", placement=LastFit())
 CODES = replace(GROUPS, name="groups-int8", dtype="int8")
 LATENT = replace(GROUPS, name="groups-latent", latent=(1, 4))
 STACKED = replace(GROUPS, name="stacked-groups", stacked=True)

@@ -62,6 +62,8 @@ class Oracle(Side):
     ) -> None:
         self.size, self.sequences, self.streams, self.window = size, sequences, streams, window
         self.order = _in_turn(size, shards=int(placement.partition(":")[2] or 1))
+        if placement == "LastFit":
+            self.order.reverse()
         self.tiles = _tiles(size) if placement == "tiled" else []
         self.in_rows = streams > 1
         self.cells: dict[Place, Cell] = {}
