@@ -116,11 +116,9 @@ class LayerKV:
             join_heads(x, self.heads_per_row, old.shape[3])
             for x, old in ((k, self.keys), (v, self.values))
         )
-        return replace(
-            self,
-            keys=_write_cells(self.keys, streams[:, None], slots, k),
-            values=_write_cells(self.values, streams[:, None], slots, v),
-        )
+        where = streams[:, None], slots
+        keys, values = _write_cells(self.keys, *where, k), _write_cells(self.values, *where, v)
+        return replace(self, keys=keys, values=values)
 
     def attend(
         self,
