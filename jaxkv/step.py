@@ -207,14 +207,13 @@ def map_step(
     """
 
     def work_on_shard(step: Step, *args: PyTree) -> R:
-        if streams:
-            ubatch = mask_rows_of_other_devices(step.ubatch, streams, step.table.streams)
-            _, is_own = to_local_index(step.ubatch.row_stream, streams, step.table.streams)
-            step = replace(step, ubatch=ubatch, is_stale=step.is_stale & is_own)
-        return work(step, *args)
+        ubatch = mask_rows_of_other_devices(step.ubatch, streams, step.table.streams)
+        _, is_own = to_local_index(step.ubatch.row_stream, streams, step.table.streams)
+        return work(replace(step, ubatch=ubatch, is_stale=step.is_stale & is_own), *args)
 
     specs = step_partition_specs(step, streams), *in_specs
-    return map_shards(step.table.sharding_rules, work_on_shard, specs, out_specs)(step, *args)
+    run = work_on_shard if streams else work
+    return map_shards(step.table.sharding_rules, run, specs, out_specs)(step, *args)
 
 
 @jit_table
