@@ -172,7 +172,10 @@ def _softmax_bytes(
         queries //= prod(mesh.shape[axis] for axis in axes)
         return shards["cells"] * rows * queries * (sizes.value_dim + 2) * 4
 
-    return sum(of_layer(part.buffers.layer(i)) for i in range(part.buffers.layers))
+    def all_layers(buffers: Buffers) -> list[LayerKV]:
+        return [buffers.layer(i) for i in range(buffers.layers)]
+
+    return sum(map(of_layer, jax.eval_shape(all_layers, part.buffers)))
 
 
 def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
