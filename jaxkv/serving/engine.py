@@ -192,10 +192,10 @@ class Engine:
             True, for the prompt and `max_new_tokens` tokens.
         """
         self._check_cache()
-        text = RequestState(id=self._next, request=check_request(request, self._limits))
-        self._schedule.queue_request(text)
+        state = RequestState(id=self._next, request=check_request(request, self._limits))
+        self._schedule.queue_request(state)
         self._next += 1
-        return text.id
+        return state.id
 
     def cancel(self, request_id: int) -> bool:
         """End a request now, and free its cells; return False if the request has already ended.
@@ -205,18 +205,18 @@ class Engine:
         Raises:
           ValueError: If no request has the id `request_id`.
         """
-        text = self._live_request(request_id)
-        if text is None:
+        state = self._live_request(request_id)
+        if state is None:
             return False
         self._check_cache()
         with self._record_cache_loss():
-            self._finish_requests([(text, FinishReason.CANCELLED)])
+            self._finish_requests([(state, FinishReason.CANCELLED)])
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
         """Return the tokens generated so far; [] if the request ended. For errors see `cancel`."""
-        text = self._live_request(request_id)
-        return [] if text is None else list(text.tokens)
+        state = self._live_request(request_id)
+        return [] if state is None else list(state.tokens)
 
     def results(self) -> Iterator[RequestOutput]:
         """Run steps until all requests have ended, and yield the results of requests.
@@ -302,10 +302,10 @@ class Engine:
         while self.busy:
             for result in self.step():
                 yield result.id, result.tokens[sent.pop(result.id, 0) :].tolist(), result.reason
-            for text in list(self._schedule.all_requests):
-                if new := text.tokens[sent.get(text.id, 0) :]:
-                    sent[text.id] = len(text.tokens)
-                    yield text.id, list(map(int, new)), None
+            for state in list(self._schedule.all_requests):
+                if new := state.tokens[sent.get(state.id, 0) :]:
+                    sent[state.id] = len(state.tokens)
+                    yield state.id, list(map(int, new)), None
 
     def step(self) -> list[RequestOutput]:
         """Compute a chunk of prompts, then generate tokens; return results of ended requests."""
@@ -345,82 +345,86 @@ class Engine:
                 f"expected an id that submit returned, got {request_id}; pass the id of a "
                 "submitted request"
             )
-        return next((text for text in self._schedule.all_requests if text.id == request_id), None)
+        return next(
+            (state for state in self._schedule.all_requests if state.id == request_id), None
+        )
 
     def _run_step(self) -> None:
         self._check_cache()
         with self._record_cache_loss():
             self._schedule.admit()
-        if feeding := self._schedule.prefilling_texts:
+        if feeding := self._schedule.prefilling_requests:
             with self._record_cache_loss():
                 self._run_chunk(feeding)
-        if running := self._schedule.running_texts:
+        if running := self._schedule.running_requests:
             with self._record_cache_loss():
                 self._generate(running)
 
-    def _run_chunk(self, texts: list[RequestState]) -> None:
+    def _run_chunk(self, states: list[RequestState]) -> None:
         """Compute a chunk of prompts; append a token to requests whose prompts end in the chunk."""
-        counts, outcome = self._runner.run_chunk(texts)
+        counts, outcome = self._runner.run_chunk(states)
         if not any(counts):
-            refused = [text for text in texts if outcome.reasons[text.sequence]]
+            refused = [state for state in states if outcome.reasons[state.sequence]]
             self._preempt(refused)
             return
-        for text, n in zip(texts, counts, strict=True):
-            text.num_computed_tokens += n
-            if text.num_computed_tokens in text.branch_points:
-                self._prefixes.store_prefix(text, text.num_computed_tokens)
-        ready = [text for text in texts if text.is_running]
-        self._append_tokens(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
+        for state, n in zip(states, counts, strict=True):
+            state.num_computed_tokens += n
+            if state.num_computed_tokens in state.branch_points:
+                self._prefixes.store_prefix(state, state.num_computed_tokens)
+        ready = [state for state in states if state.is_running]
+        self._append_tokens(ready, dict.fromkeys((state.sequence for state in ready), 1), outcome)
 
-    def _generate(self, texts: list[RequestState]) -> None:
-        max_tokens = self._choose_num_tokens(texts)
-        allowed = {text.sequence: min(text.num_remaining_tokens, max_tokens) for text in texts}
-        outcome = self._runner.generate(texts, max_tokens)
-        refused = self._append_tokens(texts, allowed, outcome)
+    def _generate(self, states: list[RequestState]) -> None:
+        max_tokens = self._choose_num_tokens(states)
+        allowed = {state.sequence: min(state.num_remaining_tokens, max_tokens) for state in states}
+        outcome = self._runner.generate(states, max_tokens)
+        refused = self._append_tokens(states, allowed, outcome)
         if refused:
             self._preempt(refused)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
         """Return the number of tokens to generate in a step; 1 while prompts are computed."""
-        if self._schedule.prefilling_texts:
+        if self._schedule.prefilling_requests:
             return 1
-        lefts = [text.num_remaining_tokens for text in running]
+        lefts = [state.num_remaining_tokens for state in running]
         return min(
             self._limits.tokens_per_step, min(lefts) if self._schedule.has_waiting else max(lefts)
         )
 
     def _append_tokens(
-        self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
+        self, states: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
         """Append generated tokens to requests, and end requests.
 
         Return the requests whose plan was refused, except in streams in which a request ended.
         """
         ended, refused = [], []
-        for text in texts:
-            row, samples = text.sequence, outcome.samples
+        for state in states:
+            row, samples = state.sequence, outcome.samples
             new = samples.tokens[row][samples.tokens[row] >= 0].tolist()
-            text.tokens += new
-            text.logprobs += samples.logprobs[row][: len(new)].tolist()
-            if text.constraint_state is not None:
-                text.constraint_state = jax.tree.map(lambda x, row=row: x[row], outcome.rule_states)
-            if new and new[-1] in self._runner.stop_tokens_of(text):
-                ended.append((text, FinishReason.STOP))
-            elif text.num_remaining_tokens == 0:
-                ended.append((text, FinishReason.LENGTH))
+            state.tokens += new
+            state.logprobs += samples.logprobs[row][: len(new)].tolist()
+            if state.constraint_state is not None:
+                state.constraint_state = jax.tree.map(
+                    lambda x, row=row: x[row], outcome.rule_states
+                )
+            if new and new[-1] in self._runner.stop_tokens_of(state):
+                ended.append((state, FinishReason.STOP))
+            elif state.num_remaining_tokens == 0:
+                ended.append((state, FinishReason.LENGTH))
             elif outcome.reasons[row] == Reason.NONFINITE_LOGITS:
-                ended.append((text, FinishReason.NONFINITE_LOGITS))
+                ended.append((state, FinishReason.NONFINITE_LOGITS))
             elif outcome.reasons[row]:
-                refused.append(text)
+                refused.append(state)
             elif len(new) < allowed[row]:
-                ended.append((text, FinishReason.NO_TOKEN))
-        freed = {self._schedule.stream_of(text) for text, _ in ended}
+                ended.append((state, FinishReason.NO_TOKEN))
+        freed = {self._schedule.stream_of(state) for state, _ in ended}
         self._finish_requests(ended)
-        return [text for text in refused if self._schedule.stream_of(text) not in freed]
+        return [state for state in refused if self._schedule.stream_of(state) not in freed]
 
     def _preempt(self, refused: list[RequestState]) -> None:
         """Evict a stored prompt, or preempt a request, in the stream of each refused request."""
-        for stream in {self._schedule.stream_of(text) for text in refused}:
+        for stream in {self._schedule.stream_of(state) for state in refused}:
             *others, youngest = self._schedule.texts_in_stream(stream)
             if self._prefixes.evict_one(stream):
                 continue
@@ -432,11 +436,11 @@ class Engine:
 
     def _finish_requests(self, ended: list[tuple[RequestState, FinishReason]]) -> None:
         """Store the tokens of ended requests as prefixes, free the cells, and queue the results."""
-        placed = [text for text, _ in ended if text.sequence >= 0]
-        for text in placed:
-            self._prefixes.store_finished_text(text)
+        placed = [state for state, _ in ended if state.sequence >= 0]
+        for state in placed:
+            self._prefixes.store_finished_text(state)
         if placed:
-            self._runner.remove_sequences([text.sequence for text in placed])
-        for text, reason in ended:
-            self._schedule.remove_request(text)
-            self._done.append(text.to_output(reason))
+            self._runner.remove_sequences([state.sequence for state in placed])
+        for state, reason in ended:
+            self._schedule.remove_request(state)
+            self._done.append(state.to_output(reason))

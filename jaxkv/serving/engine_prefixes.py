@@ -62,7 +62,7 @@ class EnginePrefixes:
 
     def num_stored_tokens(self, stream: int) -> dict[int, int]:
         """Return the number of tokens of each stored prompt in a stream, by sequence id."""
-        return {text.sequence: text.tokens.size for text in self._prompts_in_stream(stream)}
+        return {state.sequence: state.tokens.size for state in self._prompts_in_stream(stream)}
 
     @property
     def cache_and_store(self) -> CacheAndStore:
@@ -86,7 +86,7 @@ class EnginePrefixes:
             self._runner.cache = self.store.warm_up(self._runner.cache, donate=True)
 
     def find_match(
-        self, text: RequestState, others: Sequence[RequestState], sequence: int
+        self, state: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
         """Return the longest stored prefix of the tokens of a request.
 
@@ -95,13 +95,13 @@ class EnginePrefixes:
         """
         if self.store is None:
             return PrefixMatch(None, NOTHING)
-        tokens = text.all_tokens()
+        tokens = state.all_tokens()
         match = self.store.longest_match(self._runner.cache, tokens, sequence)
         shared = [
             (common_prefix_length(state.all_tokens(), tokens[:-1]), state.num_cached_tokens, state)
             for state in others
         ]
-        num_shared, _, nearest = max(shared, key=lambda entry: entry[:2], default=(0, 0, text))
+        num_shared, _, nearest = max(shared, key=lambda entry: entry[:2], default=(0, 0, state))
         if num_shared - match.hit.length > PASS:
             if not nearest.is_running and nearest.num_computed_tokens < num_shared:
                 nearest.branch_points.add(num_shared)
@@ -112,7 +112,7 @@ class EnginePrefixes:
             common_prefix_length(prompt.tokens, tokens[:-1]) for prompt in self._stored_prompts
         ]
         furthest = max([num_shared, *lengths])
-        text.branch_points = {furthest} if furthest - match.hit.length > PASS else set()
+        state.branch_points = {furthest} if furthest - match.hit.length > PASS else set()
         return match
 
     def is_in_same_stream(self, match: PrefixMatch, sequence: int) -> bool:
@@ -129,34 +129,36 @@ class EnginePrefixes:
         )
         return hit
 
-    def store_prefix(self, text: RequestState, length: int) -> None:
+    def store_prefix(self, state: RequestState, length: int) -> None:
         """Store the first tokens of a request, if these tokens can be resumed."""
         if self.store is None or not length:
             return
-        tokens = text.all_tokens()[:length]
+        tokens = state.all_tokens()[:length]
         self._runner.cache, self.store, _ = self.store.store(
-            self._runner.cache, tokens, text.sequence, donate=True
+            self._runner.cache, tokens, state.sequence, donate=True
         )
 
-    def store_finished_text(self, text: RequestState) -> None:
+    def store_finished_text(self, state: RequestState) -> None:
         """Store the tokens of an ended request; mark its source prompt as recently used."""
-        if self.store and text.source:
-            self.store = self.store.touch(text.source)
-        self.store_prefix(text, text.num_cached_tokens)
+        if self.store and state.source:
+            self.store = self.store.touch(state.source)
+        self.store_prefix(state, state.num_cached_tokens)
 
     def evict_one(self, stream: int) -> bool:
         """Evict the least recently used prompt of a stream; return False if there is no prompt."""
-        texts = self._prompts_in_stream(stream)
-        if self.store and texts:
-            self._runner.cache, self.store = self.store.evict_prompt(self._runner.cache, texts[0])
-        return bool(texts)
+        states = self._prompts_in_stream(stream)
+        if self.store and states:
+            self._runner.cache, self.store = self.store.evict_prompt(self._runner.cache, states[0])
+        return bool(states)
 
     @property
     def _stored_prompts(self) -> tuple[CachedPrompt, ...]:
         return self.store.prompts if self.store else ()
 
     def _prompts_in_stream(self, stream: int) -> list[CachedPrompt]:
-        return [text for text in self._stored_prompts if text.sequence // self._sharing == stream]
+        return [
+            state for state in self._stored_prompts if state.sequence // self._sharing == stream
+        ]
 
 
 @jit_table

@@ -100,20 +100,20 @@ class ModelRunner:
         self.remove_sequences([])
         jax.block_until_ready(self.cache.buffers)
 
-    def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
+    def run_chunk(self, states: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
         """Run a chunk; return the number of tokens from each prompt, and sampled first tokens."""
         parts = [
             PromptPart(
-                text.sequence, text.all_tokens()[text.num_computed_tokens : text.prefill_target]
+                state.sequence, state.all_tokens()[state.num_computed_tokens : state.prefill_target]
             )
-            for text in texts
+            for state in states
         ]
         chunk, counts = cut_chunk(self._spec, self._shapes, parts)
         logits, plan = self._compute_chunk(chunk)
         ready = [
-            text
-            for text, n in zip(texts, counts, strict=True)
-            if text.num_computed_tokens + n == text.num_required_tokens
+            state
+            for state, n in zip(states, counts, strict=True)
+            if state.num_computed_tokens + n == state.num_required_tokens
         ]
         none = np.zeros((self._spec.sequences, 0), np.int32)
         nothing = RunnerOutput(SampledTokens._make([none] * 2), np.zeros(len(none), np.int32), ())
@@ -123,25 +123,27 @@ class ModelRunner:
             return counts, first
         return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
 
-    def generate(self, texts: Sequence[RequestState], max_tokens: int) -> RunnerOutput:
+    def generate(self, states: Sequence[RequestState], max_tokens: int) -> RunnerOutput:
         """Generate up to `max_tokens` tokens for each request."""
-        sampler, stop, options = self._make_resume_options(texts, max_tokens)
+        sampler, stop, options = self._make_resume_options(states, max_tokens)
         tokens = np.zeros(self._spec.sequences, np.int32)
-        for text in texts:
-            tokens[text.sequence] = text.tokens[-1]
-        state = make_decode_state(self.cache, tokens, None, sampler=sampler, **options)
-        self.cache, state, *sampled = decode(
+        for state in states:
+            tokens[state.sequence] = state.tokens[-1]
+        decode_state = make_decode_state(self.cache, tokens, None, sampler=sampler, **options)
+        self.cache, decode_state, *sampled = decode(
             self._forward,
             self._params,
             self.cache,
-            state,
+            decode_state,
             num_tokens=self._limits.tokens_per_step,
             sampler=sampler,
             stop_tokens=stop,
             donate=True,
         )
         samples = SampledTokens._make(sampled[:2])
-        return jax.device_get(RunnerOutput(samples, state.reason, self._constraint_states(state)))
+        return jax.device_get(
+            RunnerOutput(samples, decode_state.reason, self._constraint_states(decode_state))
+        )
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
         """Remove all tokens of some sequences; each choice of sequences runs the same program."""
@@ -149,9 +151,9 @@ class ModelRunner:
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
 
-    def stop_tokens_of(self, text: RequestState) -> list[int]:
+    def stop_tokens_of(self, state: RequestState) -> list[int]:
         """Return the stop tokens of the engine and of a request."""
-        return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
+        return [*self._stop.tolist(), *np.asarray(state.request.stop_tokens).tolist()]
 
     def _compute_chunk(
         self, chunk: Chunk
@@ -164,36 +166,40 @@ class ModelRunner:
         return logits, plan
 
     def _sample_first_tokens(
-        self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], max_tokens: int
+        self, states: Sequence[RequestState], logits: Float[Array, "Q V"], max_tokens: int
     ) -> RunnerOutput:
-        sampler, stop, options = self._make_resume_options(texts, max_tokens)
+        sampler, stop, options = self._make_resume_options(states, max_tokens)
         none = np.zeros(self._spec.sequences, np.int32)
-        state = make_decode_state(self.cache, none, None, sampler=sampler, **options)
-        state, *samples = sample_first_tokens(self.cache.table, sampler, logits, stop, state)
-        return RunnerOutput(SampledTokens(*samples), state.reason, self._constraint_states(state))
+        decode_state = make_decode_state(self.cache, none, None, sampler=sampler, **options)
+        decode_state, *samples = sample_first_tokens(
+            self.cache.table, sampler, logits, stop, decode_state
+        )
+        return RunnerOutput(
+            SampledTokens(*samples), decode_state.reason, self._constraint_states(decode_state)
+        )
 
-    def _constraint_states(self, state: DecodeState) -> PyTree:
+    def _constraint_states(self, decode_state: DecodeState) -> PyTree:
         """Return the states of the constraint, `[Q, ...]`; empty without a constraint."""
-        return state.sampler_state[0] if self._limits.constraint else ()
+        return decode_state.sampler_state[0] if self._limits.constraint else ()
 
     def _make_resume_options(
-        self, texts: Sequence[RequestState], max_tokens: int
+        self, states: Sequence[RequestState], max_tokens: int
     ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
         rows, last_n = self._spec.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
-        states: list[PyTree] = [None] * rows
+        constraint_states: list[PyTree] = [None] * rows
         stop = np.full((rows, len(self._stop) + self._limits.max_stop_tokens), -1, np.int32)
         limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
         recent = np.full((rows, last_n), -1, np.int32)
-        for text in texts:
-            row, stops, last = text.sequence, self.stop_tokens_of(text), text.last_tokens(last_n)
-            requests[row], states[row] = text.request, text.constraint_state
+        for state in states:
+            row, stops, last = state.sequence, self.stop_tokens_of(state), state.last_tokens(last_n)
+            requests[row], constraint_states[row] = state.request, state.constraint_state
             stop[row, : len(stops)] = stops
-            limit[row], seed[row] = min(text.num_remaining_tokens, max_tokens), text.request.seed
+            limit[row], seed[row] = min(state.num_remaining_tokens, max_tokens), state.request.seed
             recent[row, last_n - len(last) :] = last
         sampler = make_batch_sampler(
             requests, sampling_options=self._limits.sampling_options, penalty_last_n=last_n
         )
         if self._limits.constraint:
-            sampler = make_constrained_sampler(self._limits.constraint, sampler, states)
+            sampler = make_constrained_sampler(self._limits.constraint, sampler, constraint_states)
         return sampler, stop, {"max_new_tokens": limit, "seed": seed, "prompts": recent}

@@ -40,28 +40,28 @@ class Scheduler:
         return bool(self._waiting)
 
     @property
-    def prefilling_texts(self) -> list[RequestState]:
+    def prefilling_requests(self) -> list[RequestState]:
         """The requests with a sequence and an incomplete prompt, oldest first."""
-        return _sort_by_age([text for text in self._placed if text and not text.is_running])
+        return _sort_by_age([state for state in self._placed if state and not state.is_running])
 
     @property
-    def running_texts(self) -> list[RequestState]:
+    def running_requests(self) -> list[RequestState]:
         """The requests that generate tokens."""
-        return [text for text in self._placed if text and text.is_running]
+        return [state for state in self._placed if state and state.is_running]
 
-    def stream_of(self, text: RequestState) -> int:
+    def stream_of(self, state: RequestState) -> int:
         """Return the stream of a request's sequence."""
-        return text.sequence // self._sharing
+        return state.sequence // self._sharing
 
     def texts_in_stream(self, stream: int) -> list[RequestState]:
         """Return the requests whose sequences are in a stream, oldest first."""
         first = stream * self._sharing
         return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
 
-    def queue_request(self, text: RequestState) -> None:
+    def queue_request(self, state: RequestState) -> None:
         """Queue a request; raise a ValueError if even an empty cache has too few cells."""
-        request = text.request
-        length = text.max_cached_tokens if self.reserves else len(request.prompt)
+        request = state.request
+        length = state.max_cached_tokens if self.reserves else len(request.prompt)
         if not self._can_allocate({0: length}, self._prefixes.nothing)[0]:
             new = f", and all but the last of {request.max_new_tokens} new tokens"
             raise ValueError(
@@ -69,7 +69,7 @@ class Scheduler:
                 f"{new if self.reserves else ''}), got a cache of fewer cells; lower "
                 f"max_new_tokens, or make the cache larger"
             )
-        self._waiting.append(text)
+        self._waiting.append(state)
 
     def admit(self) -> None:
         """Assign sequences to waiting requests in order, until a request does not fit."""
@@ -77,63 +77,63 @@ class Scheduler:
             while not self._has_enough_cells(stream) and self._prefixes.evict_one(stream):
                 pass
         while self._waiting and self._waiting[0] is not self._stuck:
-            text, free = self._waiting[0], self._free_sequences()
+            state, free = self._waiting[0], self._free_sequences()
             if not free:
                 return
-            match = self._prefixes.find_match(text, [*filter(None, self._placed)], free[0])
+            match = self._prefixes.find_match(state, [*filter(None, self._placed)], free[0])
             if match is None:  # the request waits for another request
                 return
-            if not self._assign_sequence(text, free, match):
-                self._stuck = text
+            if not self._assign_sequence(state, free, match):
+                self._stuck = state
                 return
             self._waiting.pop(0)
 
-    def remove_request(self, text: RequestState) -> None:
+    def remove_request(self, state: RequestState) -> None:
         """Remove a request that waits or has a sequence."""
         self._stuck = None
-        if text.sequence >= 0:
-            self._placed[text.sequence], text.sequence = None, -1
+        if state.sequence >= 0:
+            self._placed[state.sequence], state.sequence = None, -1
         else:
-            self._waiting.remove(text)
+            self._waiting.remove(state)
 
-    def preempt(self, text: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Free the sequence of a request; queue the request between older and younger requests."""
-        self.remove_request(text)
-        insort(self._waiting, text, key=lambda text: text.id)
+        self.remove_request(state)
+        insort(self._waiting, state, key=lambda state: state.id)
 
     def _free_sequences(self) -> list[int]:
         """Return the lowest free sequence of each stream; omit streams that have none."""
-        free = [q for q, text in enumerate(self._placed) if not text]
+        free = [q for q, state in enumerate(self._placed) if not state]
         free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
-    def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
+    def _assign_sequence(self, state: RequestState, free: list[int], match: PrefixMatch) -> bool:
         """Assign a free sequence, if necessary after evictions; return whether the request fits."""
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )
         return any(
-            self._try_assign_sequence(text, sequence, match, may_evict)
+            self._try_assign_sequence(state, sequence, match, may_evict)
             for may_evict in (False, True)
             for sequence in free
         )
 
     def _try_assign_sequence(
-        self, text: RequestState, sequence: int, match: PrefixMatch, may_evict: bool
+        self, state: RequestState, sequence: int, match: PrefixMatch, may_evict: bool
     ) -> bool:
         """Assign a sequence and return True if the request fits; else restore cache and store."""
         past, near = (
             self._prefixes.cache_and_store,
             self._prefixes.is_in_same_stream(match, sequence),
         )
-        self._placed[sequence], text.sequence = text, sequence
+        self._placed[sequence], state.sequence = state, sequence
         hit = self._prefixes.fork_prefix(match, sequence) if near else match.hit
-        while not self._has_enough_cells(self.stream_of(text)):
-            if not (may_evict and self._prefixes.evict_one(self.stream_of(text))):
+        while not self._has_enough_cells(self.stream_of(state)):
+            if not (may_evict and self._prefixes.evict_one(self.stream_of(state))):
                 self._prefixes.rewind(past)
-                self._placed[sequence], text.sequence = None, -1
+                self._placed[sequence], state.sequence = None, -1
                 return False
-        text.begin_from_prefix(
+        state.begin_from_prefix(
             match.prompt, hit if near else self._prefixes.fork_prefix(match, sequence)
         )
         return True
@@ -144,17 +144,17 @@ class Scheduler:
         kept = self._prefixes.num_stored_tokens(stream)
         if not kept and len(beside) < 2:
             return True  # a single request fits, as checked when queued
-        lengths = {text.sequence: self._num_required_cells(text) for text in beside}
+        lengths = {state.sequence: self._num_required_cells(state) for state in beside}
         return bool(
             self._can_allocate(lengths | kept, self._prefixes.num_cells_saved_by_sharing())[stream]
         )
 
-    def _num_required_cells(self, text: RequestState) -> int:
+    def _num_required_cells(self, state: RequestState) -> int:
         """Return the number of cells for a request: in total if `reserves`, else for one step."""
         if self.reserves:
-            return text.max_cached_tokens
-        soon = len(text.request.prompt) + len(text.tokens) + self._steps
-        return min(soon, text.max_cached_tokens)
+            return state.max_cached_tokens
+        soon = len(state.request.prompt) + len(state.tokens) + self._steps
+        return min(soon, state.max_cached_tokens)
 
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
@@ -165,5 +165,5 @@ class Scheduler:
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)
 
 
-def _sort_by_age(texts: list[RequestState]) -> list[RequestState]:
-    return sorted(texts, key=lambda text: text.id)
+def _sort_by_age(states: list[RequestState]) -> list[RequestState]:
+    return sorted(states, key=lambda state: state.id)
