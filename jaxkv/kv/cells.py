@@ -192,13 +192,13 @@ def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range."""
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
-    gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
+    removed = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
     # Positions that the caller removes no longer count as evicted.
     asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
     begins = jnp.minimum(cells.evicted_below, jnp.maximum(start, 0))
     all_of_it = asked & (resolve_range_end(stop) >= cells.evicted_below)
     return replace(
-        with_owners(cells, cells.owners & ~gone),
+        with_owners(cells, cells.owners & ~removed),
         evicted_below=jnp.where(all_of_it, begins, cells.evicted_below),
     )
 
@@ -217,12 +217,12 @@ def seq_cp(
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
-    missed = jnp.where(is_sequence(cells, src), evicted_below_of_copy(cells, src, start, stop), 0)
+    evicted = jnp.where(is_sequence(cells, src), evicted_below_of_copy(cells, src, start, stop), 0)
     return replace(
         with_owners(cells, cells.owners | (gained[..., None] & to_word_mask(shared))),
         evicted_below=cells.evicted_below.at[
             jnp.where(is_sequence(cells, dst), dst, cells.sequences)
-        ].max(missed, **DROP),
+        ].max(evicted, **DROP),
     )
 
 
@@ -247,8 +247,8 @@ def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"
     )  # [S, W]
     others = cells.owners & ~replaced[..., None]
     owners = jax.lax.fori_loop(0, targets.size, add_owner, others)
-    missed = cells.evicted_below[parents]
-    evicted_below = cells.evicted_below.at[targets].set(missed, **DROP)
+    evicted = cells.evicted_below[parents]
+    evicted_below = cells.evicted_below.at[targets].set(evicted, **DROP)
     return replace(with_owners(cells, owners), evicted_below=evicted_below)
 
 

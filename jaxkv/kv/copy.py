@@ -93,7 +93,7 @@ def _replace_streams(
         return jax.tree.map(lambda x, value: x.at[target].set(value, **DROP), cells, new), count
 
     args = source, targets, is_copied, start, stop
-    return map_table(cells, replace_on_shard, *args, split=(True, False))
+    return map_table(cells, replace_on_shard, *args, out_by_stream=(True, False))
 
 
 def _copy_runs(

@@ -94,13 +94,13 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
     """Apply a copy plan to the table and the buffers, if each stream has enough cells."""
     # A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
     base, new_cells, origin, slots, need = transfer
-    gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
-    slots = jnp.where(gets, slots, out_of_range_slots(slots))
+    is_filled = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
+    slots = jnp.where(is_filled, slots, out_of_range_slots(slots))
     source, _ = divmod_nonnegative(origin, cells.num_cells)
-    comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
-    comes = jnp.any(comes, axis=1)  # [S, S], target and source
+    is_source = (source[..., None] == jnp.arange(cells.streams)[None, None]) & is_filled[..., None]
+    is_source = jnp.any(is_source, axis=1)  # [S, S], target and source
     incomplete = jax.tree.map(
-        lambda x: jnp.any(comes[..., None] & x[None], axis=1), incomplete_layers(cells)
+        lambda x: jnp.any(is_source[..., None] & x[None], axis=1), incomplete_layers(cells)
     )
     filled = map_streams(base, mark_used, slots, new_cells, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
@@ -175,12 +175,14 @@ def _plan_transfer(
     is_copied = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(cells, start, stop)
     # Targets of one stream with the same parent share one copy, made for the first of them.
     home_of, *_ = locate_owner_bit(cells, targets)
-    like = is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
-    like &= parents[:, None] == parents[None]
+    is_same_copy = (
+        is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
+    )
+    is_same_copy &= parents[:, None] == parents[None]
     open_cells = usable_cells(base) & ~is_copied
-    args = base, open_cells, parents, targets, like, start, stop
+    args = base, open_cells, parents, targets, is_same_copy, start, stop
     new_cells, origin, slots, *need = map_table(
-        cells, _queue_copies, *args, by_stream=2, split=True
+        cells, _queue_copies, *args, by_stream=2, out_by_stream=True
     )
     return CopyPlan(base, new_cells, origin, slots, CopyDemand(*need))
 
@@ -192,7 +194,7 @@ def _queue_copies(
     open_cells: jax.Array,
     parents: jax.Array,
     targets: jax.Array,
-    like: jax.Array,
+    is_same_copy: jax.Array,
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[CellRecord, jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -204,7 +206,9 @@ def _queue_copies(
     )
     here = jnp.arange(cells.owners.shape[1])[None] == words[:, None]
     owner = jnp.where(here, jnp.uint32(1) << bits_of[:, None], 0)  # [n, W]
-    first = jnp.any(like, axis=1) & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))
+    first = jnp.any(is_same_copy, axis=1) & (
+        jnp.argmax(is_same_copy, axis=1) == jnp.arange(targets.size)
+    )
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def queue_parent_cells(i: jax.Array, queue: tuple) -> tuple:
@@ -218,7 +222,7 @@ def _queue_copies(
         rank = index - num_copied[stream]
         these = is_own & (rank >= 0) & (rank < count[-1])
         cell = jnp.searchsorted(count, rank + 1).astype(jnp.int32)
-        whose = jax.lax.reduce_or(jnp.where(like[i][:, None], owner, 0), axes=(0,))
+        whose = jax.lax.reduce_or(jnp.where(is_same_copy[i][:, None], owner, 0), axes=(0,))
 
         def put(field: jax.Array, value: jax.Array) -> jax.Array:
             return field.at[stream].set(jnp.where(these, value, field[stream]))

@@ -72,8 +72,8 @@ def evict_cells(cells: C, stream: Int[Array, "*#n"], slots: Int[Array, "*#n"]) -
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
         cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
-        gone = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]
-        return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
+        removed = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]
+        return with_owners(cells, jnp.where(removed[:, None], 0, cells.owners))
 
     def evict_owner(local: jax.Array, cells: C) -> C:
         positions, words = _positions_by_local_id(cells, local)
@@ -81,8 +81,8 @@ def evict_cells(cells: C, stream: Int[Array, "*#n"], slots: Int[Array, "*#n"]) -
         lost = jnp.max(jnp.where(evicted, positions, EMPTY), axis=1)
         end = jnp.maximum(evicted_below[:, local], lost + 1)
         # Sequence `local` of another stream may own no evicted cell.
-        gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
-        owners = cells.owners & ~(words[None, :, None] & to_word_mask(gone))
+        removed = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
+        owners = cells.owners & ~(words[None, :, None] & to_word_mask(removed))
         evicted_below = evicted_below.at[:, local].set(end).reshape(-1)
         return replace(cells, owners=owners, evicted_below=evicted_below)
 

@@ -190,22 +190,22 @@ def _check_visible_until(
     return last
 
 
-def _write_local_kv(split: AxisPartition, layer_kv: LayerKV, ubatch: Ubatch, new: NewKV) -> LayerKV:
-    slots = Shard(cells=split.cells).to_local_slots(ubatch.slots, layer_kv.num_cells)
+def _write_local_kv(axes: AxisPartition, layer_kv: LayerKV, ubatch: Ubatch, new: NewKV) -> LayerKV:
+    slots = Shard(cells=axes.cells).to_local_slots(ubatch.slots, layer_kv.num_cells)
     return layer_kv.write(ubatch.row_stream, slots, new)
 
 
 def _local_visibility(
-    split: AxisPartition,
+    axes: AxisPartition,
     step: Step,
     layer_kv: LayerKV,
     causal: bool,
     visible_until: jax.Array | None,
 ) -> Visibility:
     visibility = visibility_of(step, causal=causal, visible_until=visible_until)
-    if not split.cells:
+    if not axes.cells:
         return visibility
-    first = first_local_index(split.cells, layer_kv.num_cells)
+    first = first_local_index(axes.cells, layer_kv.num_cells)
     return visibility.slice_cells(first, layer_kv.num_cells)
 
 
@@ -233,15 +233,15 @@ def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @jax.jit
 def _write_layer(step: Step, layer_kv: LayerKV, new: NewKV) -> LayerKV:
-    split = make_axis_partition(step.table.sharding_rules, **shardable_sizes(layer_kv.keys))
+    axes = make_axis_partition(step.table.sharding_rules, **shardable_sizes(layer_kv.keys))
 
     def write_on_shard(step: Step, layer_kv: LayerKV, new: NewKV) -> LayerKV:
-        return _write_local_kv(split, layer_kv, step.ubatch, new)
+        return _write_local_kv(axes, layer_kv, step.ubatch, new)
 
-    new_specs = P(row_mesh_axes(step.ubatch, split.streams), None, split.kv_heads)
-    kv_specs = layer_kv.partition_specs(split)
+    new_specs = P(row_mesh_axes(step.ubatch, axes.streams), None, axes.kv_heads)
+    kv_specs = layer_kv.partition_specs(axes)
     return map_step(
-        step, split.streams, write_on_shard, (layer_kv, new), (kv_specs, new_specs), kv_specs
+        step, axes.streams, write_on_shard, (layer_kv, new), (kv_specs, new_specs), kv_specs
     )
 
 
@@ -254,9 +254,9 @@ def _visible_kv(
     causal: bool,
 ) -> KVView:
     ubatch = step.ubatch
-    split = make_axis_partition(step.table.sharding_rules, **shardable_sizes(layer_kv.keys))
-    rows = row_mesh_axes(ubatch, split.streams)
-    shared_axes = () if rows else split.streams
+    axes = make_axis_partition(step.table.sharding_rules, **shardable_sizes(layer_kv.keys))
+    rows = row_mesh_axes(ubatch, axes.streams)
+    shared_axes = () if rows else axes.streams
 
     def read_on_shard(
         step: Step,
@@ -265,7 +265,7 @@ def _visible_kv(
         visible_until: jax.Array | None,
         row_stream: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        visibility = _local_visibility(split, step, layer_kv, causal, visible_until)
+        visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
         current = ~step.is_stale
         readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         readable = jnp.all(readable, axis=1)
@@ -285,11 +285,11 @@ def _visible_kv(
         keys = jnp.where(readable[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
-    of_heads = P(rows, split.kv_heads, split.cells)
-    out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
-    in_specs = layer_kv.partition_specs(split), P(split.streams), P(rows), P(rows)
+    of_heads = P(rows, axes.kv_heads, axes.cells)
+    out_specs = of_heads, of_heads, P(rows, None, axes.cells), P(rows, axes.cells)
+    in_specs = layer_kv.partition_specs(axes), P(axes.streams), P(rows), P(rows)
     args = layer_kv, incomplete, visible_until, ubatch.row_stream
-    return KVView(*map_step(step, split.streams, read_on_shard, args, in_specs, out_specs))
+    return KVView(*map_step(step, axes.streams, read_on_shard, args, in_specs, out_specs))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
@@ -309,11 +309,11 @@ def _attend_layer(
     # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
     # rows, and one collective merges the partial softmaxes of each row.
     rules = step.table.sharding_rules
-    split = make_axis_partition(rules, **shardable_sizes(layer_kv.keys))
+    axes = make_axis_partition(rules, **shardable_sizes(layer_kv.keys))
     heads = layer_kv.query_axes(rules, current_mesh(rules), q.shape[2])
-    rows = row_mesh_axes(step.ubatch, split.streams)
-    shared_axes = () if rows else split.streams
-    if split.cells and implementation in ("xla", "cudnn"):
+    rows = row_mesh_axes(step.ubatch, axes.streams)
+    shared_axes = () if rows else axes.streams
+    if axes.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
             f"expected an implementation for cells that a mesh splits, got {implementation!r}; "
             "pass implementation=None"
@@ -330,35 +330,35 @@ def _attend_layer(
         visible_until: jax.Array | None,
     ) -> tuple[LayerKV | None, jax.Array]:
         readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
-        visibility = _local_visibility(split, step, layer_kv, causal, visible_until)
+        visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
         visibility = replace(visibility, bias=bias)
         if new:
-            layer_kv = _write_local_kv(split, layer_kv, step.ubatch, new)
+            layer_kv = _write_local_kv(axes, layer_kv, step.ubatch, new)
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
         sums = layer_kv.attend(lists, visibility, options, implementation)
-        sums = merge_over_devices(sums, (*split.cells, *shared_axes))
+        sums = merge_over_devices(sums, (*axes.cells, *shared_axes))
         out = finalize(sums, lists, options)
         out = out.reshape(*q.shape[:3], -1)
         readable = _all_over_axes(readable, shared_axes)
         out = jnp.where(readable[..., None, None], out, jnp.nan)
         return (layer_kv if new else None), out
 
-    new_specs, query_specs = P(rows, None, split.kv_heads), P(rows, None, heads)
-    kv_specs = layer_kv.partition_specs(split)
+    new_specs, query_specs = P(rows, None, axes.kv_heads), P(rows, None, heads)
+    kv_specs = layer_kv.partition_specs(axes)
     in_specs = (
         kv_specs,
-        P(split.streams),
+        P(axes.streams),
         new_specs,
         query_specs,
         P(heads),
-        _specs_of_bias(bias, rows, heads, split.cells),
+        _specs_of_bias(bias, rows, heads, axes.cells),
         P(rows),
     )
     out_specs = (kv_specs if new else None), query_specs
     args = layer_kv, incomplete, new, q, options, bias, visible_until
-    return map_step(step, split.streams, attend_on_shard, args, in_specs, out_specs)
+    return map_step(step, axes.streams, attend_on_shard, args, in_specs, out_specs)
 
 
 def _specs_of_bias(

@@ -75,10 +75,10 @@ class LayerKV:
         """Number of cells, N; in a shard if the mesh splits cells."""
         return self.keys.shape[2]
 
-    def partition_specs(self, split: AxisPartition) -> LayerKV:
+    def partition_specs(self, axes: AxisPartition) -> LayerKV:
         """Return this pytree with a `PartitionSpec` instead of each array."""
         # Arrays of keys and values have 4 axes; the array `layer` of a view has streams alone.
-        spec, streams = split.partition_spec, P(split.streams)
+        spec, streams = axes.partition_spec, P(axes.streams)
         return jax.tree.map(lambda x: streams if x.ndim == 1 else spec, self)
 
     def query_axes(

@@ -179,7 +179,7 @@ class Placement:
         lists = len(streams.position) if all_streams else len(valid)
         if all_streams and valid.size == lists:
             return jax.vmap(choose_first)(ranked).reshape(valid.shape)
-        number = jnp.cumsum(valid.reshape(lists, -1), axis=1, dtype=jnp.int32)
+        ordinal = jnp.cumsum(valid.reshape(lists, -1), axis=1, dtype=jnp.int32)
         if not all_streams:
             # Each row is a list. In a stream, the tokens of a lower sequence take cells first, so
             # the numbers of a row begin after the tokens of all rows of lower sequences.
@@ -188,9 +188,9 @@ class Placement:
             if ubatch.spec.sequences_per_stream > 1:
                 is_later = ubatch.row_sequence[:, None] > ubatch.row_sequence[None]  # [R, R]
                 is_later &= stream[:, None] == stream[None]
-                before = jnp.where(is_later, number[None, :, -1], 0)
-                number += jnp.sum(before, axis=1, dtype=jnp.int32)[:, None]
-        return jax.vmap(choose_in_stream)(ranked, number).reshape(valid.shape)
+                before = jnp.where(is_later, ordinal[None, :, -1], 0)
+                ordinal += jnp.sum(before, axis=1, dtype=jnp.int32)[:, None]
+        return jax.vmap(choose_in_stream)(ranked, ordinal).reshape(valid.shape)
 
     def find_moves(
         self, stream: StreamCells
@@ -261,7 +261,7 @@ def choose_first(ranked: RankedCells) -> Int32[Array, ""]:
     return cells_at_ranks(rank, ranked.cell)
 
 
-def choose_in_stream(ranked: RankedCells, number: Int32[Array, " T"]) -> Int32[Array, " T"]:
+def choose_in_stream(ranked: RankedCells, ordinal: Int32[Array, " T"]) -> Int32[Array, " T"]:
     """Return the slot of each token in a stream; N for no cell.
 
     Tokens are numbered from 1 in the order in which they take cells.
@@ -269,10 +269,10 @@ def choose_in_stream(ranked: RankedCells, number: Int32[Array, " T"]) -> Int32[A
     count = jnp.cumsum(ranked.open, dtype=jnp.int32)  # inclusive
     if ranked.position is None:
         # Token n takes the first cell at which `count` is n.
-        return cells_at_ranks(search_sorted(count, number), ranked.cell)
+        return cells_at_ranks(search_sorted(count, ordinal), ranked.cell)
     # Empty cells come first, because they have position -1. The added rank N is for no cell.
     size = ranked.open.size
     by_position = jnp.argsort(jnp.where(ranked.open, ranked.position, END), stable=True)
     by_position = jnp.append(by_position.astype(jnp.int32), jnp.int32(size))
-    rank = by_position[jnp.where(number <= count[-1], number - 1, size)]
+    rank = by_position[jnp.where(ordinal <= count[-1], ordinal - 1, size)]
     return cells_at_ranks(rank, ranked.cell)

@@ -186,11 +186,11 @@ def map_kv(
     replicated.
     """
     halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
-    split = jax.tree.map(
+    partitions = jax.tree.map(
         lambda x: make_axis_partition(table.sharding_rules, **shardable_sizes(x, depth)), halves
     )
-    specs = jax.tree.map(lambda partition: partition.partition_spec, split)
-    axes, *_ = jax.tree.leaves(split)  # those of streams and cells are equal in all arrays
+    specs = jax.tree.map(lambda partition: partition.partition_spec, partitions)
+    axes, *_ = jax.tree.leaves(partitions)  # those of streams and cells are equal in all arrays
     shard = Shard(axes.streams, axes.cells)
     in_specs = (*(P(shard.streams),) * by_stream, *(P(),) * (len(args) - by_stream), specs)
 
@@ -208,17 +208,17 @@ def map_kv(
 
 
 def map_table(
-    cells: Cells, work: Callable[..., R], *args: PyTree, by_stream: int = 0, split: PyTree
+    cells: Cells, work: Callable[..., R], *args: PyTree, by_stream: int = 0, out_by_stream: PyTree
 ) -> R:
     """Call `work(shard, cells, *args)` with the streams of each device.
 
     The first `by_stream` elements of `args` are split by streams, and the other elements are
-    replicated. `split` is True, or a tree prefix of the results with True, for results that are
-    split by streams; other results must be equal on all devices.
+    replicated. `out_by_stream` is True, or a tree prefix of the results with True, for results that
+    are split by streams; other results must be equal on all devices.
     """
     streams = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     in_specs = (*(P(streams),) * (1 + by_stream), *(P(),) * (len(args) - by_stream))
-    out_specs = jax.tree.map(lambda is_split: P(streams) if is_split else P(), split)
+    out_specs = jax.tree.map(lambda is_split: P(streams) if is_split else P(), out_by_stream)
     run = map_shards(cells.sharding_rules, partial(work, Shard(streams)), in_specs, out_specs)
     return run(cells, *args)
 
@@ -230,7 +230,7 @@ def map_streams(cells: Cells, work: Callable[..., R], *args: PyTree) -> R:
         del shard
         return work(*args)
 
-    return map_table(cells, work_on_shard, *args, by_stream=len(args), split=True)
+    return map_table(cells, work_on_shard, *args, by_stream=len(args), out_by_stream=True)
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., R], *args: jax.Array) -> R:
@@ -239,7 +239,7 @@ def map_streams_gather(cells: Cells, work: Callable[..., R], *args: jax.Array) -
     def gather_on_shard(shard: Shard, *args: PyTree) -> R:
         return _gather_over_axes(work(*args), shard.streams)
 
-    return map_table(cells, gather_on_shard, *args, by_stream=len(args), split=False)
+    return map_table(cells, gather_on_shard, *args, by_stream=len(args), out_by_stream=False)
 
 
 def map_rows(cells: C, ubatch: Ubatch, work: Callable[[C, Ubatch], C]) -> C:
@@ -248,7 +248,7 @@ def map_rows(cells: C, ubatch: Ubatch, work: Callable[[C, Ubatch], C]) -> C:
     If the mesh does not split rows, each device gets all rows, and rows of other devices are
     padding.
     """
-    return _map_rows(cells, ubatch, lambda _, *args: work(*args), split=True)
+    return _map_rows(cells, ubatch, lambda _, *args: work(*args), out_by_stream=True)
 
 
 def map_rows_gather(
@@ -265,10 +265,10 @@ def map_rows_gather(
         return jax.lax.pmin(slots, axes)
 
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-    return _map_rows(cells, ubatch, choose_on_shard, split=False)
+    return _map_rows(cells, ubatch, choose_on_shard, out_by_stream=False)
 
 
-def _map_rows(cells: Cells, ubatch: Ubatch, work: Callable[..., R], *, split: bool) -> R:
+def _map_rows(cells: Cells, ubatch: Ubatch, work: Callable[..., R], *, out_by_stream: bool) -> R:
     """Call `work(rows, cells, ubatch)` on each device; `rows` has the axes that split rows."""
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
@@ -277,7 +277,7 @@ def _map_rows(cells: Cells, ubatch: Ubatch, work: Callable[..., R], *, split: bo
         return work(rows, cells, mask_rows_of_other_devices(ubatch, axes, cells.streams))
 
     in_specs = P(axes), ubatch_partition_specs(ubatch, axes)
-    out_specs = P(axes) if split else P()
+    out_specs = P(axes) if out_by_stream else P()
     return map_shards(cells.sharding_rules, work_on_shard, in_specs, out_specs)(cells, ubatch)
 
 

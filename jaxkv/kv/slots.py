@@ -73,7 +73,7 @@ def compare_last_tokens(
 
     exists = is_sequence(cells, sequences)
     sequences = jnp.where(exists, sequences, 0)
-    return map_table(cells, compare_on_shard, sequences, exists, contents, split=False)
+    return map_table(cells, compare_on_shard, sequences, exists, contents, out_by_stream=False)
 
 
 def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
@@ -156,14 +156,14 @@ def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "
     The slots of the first n tokens do not depend on the others. If a stream has n open cells, the
     other slots are past the last cell.
     """
-    number = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
+    ordinal = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
     free, evictable = open_cells, None
     if cells.window is not None:
         free = open_cells & is_cell_empty(cells)
         evictable = open_cells != free
     streams = StreamCells(cells.owners, free, evictable, cells.position)
     ranked = jax.vmap(cells.placement.rank_cells)(streams)
-    return jax.vmap(partial(choose_in_stream, number=number))(ranked)
+    return jax.vmap(partial(choose_in_stream, ordinal=ordinal))(ranked)
 
 
 def occupy(cells: C, ubatch: Ubatch) -> C:

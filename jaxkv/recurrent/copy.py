@@ -61,11 +61,13 @@ def can_seq_cp(
 ) -> tuple[EditCheck, Int32[Array, " m"]]:
     """Return whether `seq_cp` is possible, and the last position of each target after the copy."""
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
-    gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
-    stands = (end == EMPTY) | jnp.any(states.position[src] == end)
+    is_replaced = (
+        is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
+    )
+    is_stored = (end == EMPTY) | jnp.any(states.position[src] == end)
     own_end = jax.vmap(lambda seq: seq_pos_max(states, seq))(dst)
-    check = join_checks((stands | ~jnp.any(gets), Reason.STATE_NOT_STORED))
-    return check, jnp.where(gets, end, own_end)
+    check = join_checks((is_stored | ~jnp.any(is_replaced), Reason.STATE_NOT_STORED))
+    return check, jnp.where(is_replaced, end, own_end)
 
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
@@ -137,14 +139,19 @@ def _cells_of_targets(
         return cells, cell < size
     stream, index = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
     is_cross_stream = is_sequence(states, dst) & (stream_of(states, src) != stream)
-    beside = stream[:, None] == stream[None]
-    like = beside & is_cross_stream[:, None] & is_cross_stream[None] & (src[:, None] == src[None])
-    first = jnp.argmax(like, axis=1)
+    is_same_stream = stream[:, None] == stream[None]
+    is_same_copy = (
+        is_same_stream
+        & is_cross_stream[:, None]
+        & is_cross_stream[None]
+        & (src[:, None] == src[None])
+    )
+    first = jnp.argmax(is_same_copy, axis=1)
     copies = (is_cross_stream & (first == index))[:, None] & (cell < size)
     kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), **DROP)
     # Free cells of each stream come first; copies take them in order.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
-    ahead = beside & (index[:, None] > index[None])
+    ahead = is_same_stream & (index[:, None] > index[None])
     count = jnp.sum(copies, axis=1, dtype=jnp.int32)
     before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
     place = before[:, None] + jnp.cumsum(copies, axis=1, dtype=jnp.int32) - 1

@@ -185,8 +185,8 @@ def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatu
 def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
     """Return True if no token is before `pos`, or if a state at `pos - 1` is stored."""
     whole = pos <= first_positions(states)[seq]
-    stands = jnp.any(states.position[seq] == pos - 1)
-    return is_sequence(states, seq) & (pos >= 0) & (whole | stands)
+    is_stored = jnp.any(states.position[seq] == pos - 1)
+    return is_sequence(states, seq) & (pos >= 0) & (whole | is_stored)
 
 
 def seq_rm(
@@ -212,9 +212,9 @@ def _find_remaining_states(
     touched = (low <= end) & (low < stop)  # False for ranges without tokens
     cut = touched & (end < stop)
     whole = cut & (start <= first)
-    stands = cut & jnp.any(states.position == start - 1, axis=1)
+    is_stored = cut & jnp.any(states.position == start - 1, axis=1)
     stays = ~cut[:, None] | (states.position < start)
-    return stays, jnp.all(~touched | whole | stands)
+    return stays, jnp.all(~touched | whole | is_stored)
 
 
 def seq_keep(states: T, seq: Int32[Array, ""]) -> T:

@@ -103,11 +103,11 @@ def write_file(
     stored, metadata = _pack(description, arrays)
     _remove_abandoned_files(path.parent)
     with _locked_folder(path) as folder:
-        beside = folder / "snapshot"
+        temporary = folder / "snapshot"
         try:
-            module.numpy.save_file(stored, beside, metadata)
-            _sync_to_disk(beside)
-            os.replace(beside, path)
+            module.numpy.save_file(stored, temporary, metadata)
+            _sync_to_disk(temporary)
+            os.replace(temporary, path)
         except module.SafetensorError as error:  # for example, on a full disk
             raise OSError(
                 f"expected to write {path}, got {error}; free some space, or pass another path"

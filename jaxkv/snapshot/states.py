@@ -155,14 +155,19 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         home = np.array(sequences, int)[:, None] // table.sequences_per_stream
         same = np.append(stream, EMPTY)[state] == home
         check_values(~kept | same, "state", state, "in the stream of its sequence")
-        stands = np.full(size + 1, EMPTY, np.int32)
-        stands[state] = position
+        position_of_state = np.full(size + 1, EMPTY, np.int32)
+        position_of_state[state] = position
         check_values(
-            stands[state] == position, "position", position, "that the state has in all places"
+            position_of_state[state] == position,
+            "position",
+            position,
+            "that the state has in all places",
         )
-        check_values(stands[:-1] != EMPTY, "state", np.arange(size), "that a sequence keeps")
+        check_values(
+            position_of_state[:-1] != EMPTY, "state", np.arange(size), "that a sequence keeps"
+        )
         first = _read_first_positions(read)
-        in_range = (first >= 0) & (first <= stands[:-1])
+        in_range = (first >= 0) & (first <= position_of_state[:-1])
         check_values(in_range, "first_position", first, "from 0 to the position of the state")
 
     @staticmethod

@@ -61,8 +61,8 @@ def assign_branch_sequences(
     size = count // spec.streams
     free = (~table.nonempty_sequences()).at[sequences].set(False).reshape(spec.streams, size)
     stream, _ = divmod_nonnegative(sequences, size)
-    beside = stream[:, None] == stream[None]
-    ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
+    is_same_stream = stream[:, None] == stream[None]
+    ahead = jnp.sum(jnp.tril(is_same_stream, -1), axis=1, dtype=jnp.int32)
     branch = (
         ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
     )
