@@ -131,7 +131,7 @@ def check_range(
     return _check_scalar(p0, "p0"), _check_scalar(p1, "p1")
 
 
-def check_equal_lengths(names: str, *values: PyTree[Int32[ArrayLike, ...]]) -> None:
+def check_equal_lengths(names: str, *values: PyTree[Int32[ArrayLike, " ..."]]) -> None:
     """Raise ValueError unless each value is a scalar or a list, and all lists have one length."""
     axes = [np.shape(value) for value in values]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:

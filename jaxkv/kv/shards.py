@@ -108,7 +108,7 @@ class Shard(NamedTuple):
 
     def take(
         self, x: Shaped[Array, "S ..."], stream: Int32[Array, "*n"], *rest: Int32[Array, "*n"]
-    ) -> Shaped[Array, ...]:
+    ) -> Shaped[Array, " ..."]:
         """Return `x[stream, *rest]` of an array that the mesh splits by streams."""
         return gather_sharded(x, self.streams, stream, *rest)
 
