@@ -158,6 +158,8 @@ class Rope:
         _check_above(0, factor=factor, original=original)
         _check_above(low_freq_factor, high_freq_factor=high_freq_factor)
         frequencies = np.asarray(self.frequencies)
+        # `fast` is 1 for unchanged frequencies and 0 for divided ones, linear in the number of
+        # turns.
         rotations = original * frequencies / (2 * math.pi)
         fast = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)
         fast = np.clip(fast, 0.0, 1.0)
@@ -207,11 +209,15 @@ class Rope:
         pairs = len(frequencies)
 
         def pair_of(rotations: float) -> float:
+            # Pair i has the frequency base ** (-i / pairs), so it turns original *
+            # base ** (-i / pairs) / (2 pi) times. This equation is solved for i.
             return pairs * math.log(original / (rotations * 2 * math.pi)) / math.log(base)
 
         low, high = pair_of(beta_fast), pair_of(beta_slow)
         if truncate:
             low, high = math.floor(low), math.ceil(high)
+        # The bound of `high` and the 0.001, which prevents a division by 0, are those of llama.cpp
+        # and Hugging Face.
         low, high = max(low, 0), min(high, 2 * pairs - 1)
         slow = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0.0, 1.0)
         if attention_factor is None:
@@ -252,6 +258,8 @@ def _rotate(
     cos, sin = jnp.split(stack_unfused([cos, -sin, sin], both), [1], axis=both)
     turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
     ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if rope.interleaved else (2, pairs)))
+    # A pair (a, b) becomes (a cos - b sin, b cos + a sin). `sin` has both signs on the axis of
+    # pairs.
     turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
@@ -270,6 +278,7 @@ def _angles(
     lower = np.array([(f & 0xFFFFFFFF) * 2.0**-64 for f in fractions], np.float32)
     positions = jnp.asarray(positions)[..., None].astype(jnp.int32)
     upper, lower = (x.reshape((1,) * (positions.ndim - 1) + x.shape) for x in (upper, lower))
+    # `upper` is in units of 2**-32 turns, and `lower` is in turns.
     rotations = (positions * upper).astype(jnp.float32) * np.float32(2.0**-32)
     return (rotations + positions.astype(jnp.float32) * lower) * np.float32(2 * math.pi)
 

@@ -174,6 +174,7 @@ def expand_streams_to_rows(
     """Return `x[row_stream]`; if `row_is_sequence` is True, row r must be sequence r."""
     if not row_is_sequence:
         return x[row_stream]
+    # Rows of a stream are neighbours, so a broadcast replaces the gather.
     rows, streams = row_stream.shape[0], x.shape[0]
     x = jnp.broadcast_to(x[:, None], (streams, rows // streams, *x.shape[1:]))
     return x.reshape(rows, *x.shape[2:])

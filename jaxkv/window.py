@@ -89,6 +89,8 @@ def num_cells_for_window(
 
     The argument `sequences_per_stream` is the number of sequences in the stream.
     """
+    # When a ubatch gets cells, all cells in the window of its first token are still in use. After a
+    # rollback, the window of the next token must still be stored.
     return (window.width + ubatch_size + max_rollback) * sequences_per_stream
 
 

@@ -31,6 +31,7 @@ MAX_COMPARISONS = 1 << 16
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return an array of distinct slots past the last cell, with the shape of `slots`."""
+    # Writes promise unique indices to XLA, also for skipped slots, so these are distinct too.
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 

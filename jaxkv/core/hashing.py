@@ -33,17 +33,21 @@ def mix_linearly(*fields: jax.Array) -> jax.Array:
     """
     value = fields[0].astype(jnp.uint32)
     for field in fields[1:]:
+        # 0x9E3779B1 is a prime close to 2**32 divided by the golden ratio. A product with an odd
+        # number loses no bits.
         value = value * jnp.uint32(0x9E3779B1) + field.astype(jnp.uint32)
     return mix(value)
 
 
 def cell_stamps(version: jax.Array, cell: jax.Array) -> jax.Array:
     """Return the stamps of cells that a ubatch fills, from the version of the stream after it."""
+    # The cells of a ubatch in a stream have different indices, so their stamps are different.
     return version * jnp.uint32(0x9E3779B1) + cell.astype(jnp.uint32)
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
     """Return the hashes of cells after an overwrite, from old hashes and hashes of new contents."""
+    # `mix(0)` is 0. Without the 1, an overwrite of hash 0 by hash 0 would give 0 again.
     return mix(old + mix(new + 1))
 
 
@@ -71,6 +75,7 @@ def _hash_numbers(numbers: jax.Array) -> jax.Array:
         numbers = numbers.astype(jnp.float32 if floating else jnp.int32)
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
     bits = bits.reshape(*numbers.shape[:2], -1)  # numbers of 64 bits are two words each
+    # A sum does not depend on order, so each word is first combined with a hash of its index.
     place = mix(jnp.arange(bits.shape[-1], dtype=jnp.uint32))
     place = place.reshape((1,) * (bits.ndim - 1) + (-1,))
     return jnp.sum(mix(bits ^ place), axis=-1, dtype=jnp.uint32)
@@ -78,6 +83,7 @@ def _hash_numbers(numbers: jax.Array) -> jax.Array:
 
 def hash_rows(*fields: jax.Array) -> jax.Array:
     """Hash the rows of 32-bit arrays `[S, n]`, and the order of their elements, to `[S]` uint32."""
+    # The index is hashed too, since a sum does not depend on the order of its terms.
     place = jnp.arange(fields[0].shape[1], dtype=jnp.uint32)[None]
     return jnp.sum(mix_linearly(place, *fields), axis=1, dtype=jnp.uint32)
 

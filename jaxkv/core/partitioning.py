@@ -331,6 +331,8 @@ def _sum_bits(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 @_sum_bits.defjvp
 def _sum_bits_derivative(axes: tuple[str, ...], primals: tuple, tangents: tuple) -> tuple:
     (x,), (tangent,) = primals, tangents
+    # At most one device has a value that is not 0, so the same is true of tangents, and a float sum
+    # copies them.
     if tangent.dtype != float0:
         tangent = jax.lax.psum(tangent, axes)
     return _sum_bits(x, axes), tangent

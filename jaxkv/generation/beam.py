@@ -58,6 +58,7 @@ def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
         scores=jnp.full(num_beams, -jnp.inf, jnp.float32),
         lengths=jnp.zeros(num_beams, jnp.int32),
     )
+    # The first step extends only this hypothesis; k equal ones would give k equal extensions.
     living = none._replace(scores=none.scores.at[0].set(0))
     return BeamSearch(living, none, jnp.int32(0), jnp.int32(Reason.OK))
 
@@ -109,6 +110,7 @@ def advance_search(
     scores = living.scores[:, None] + logprobs
     # At most k extensions of a hypothesis are selected, in addition to those with stop tokens.
     size = min(width + stop_tokens.size, scores.shape[1])
+    # Entry i of the flat arrays extends beam i // size.
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
     ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
 
@@ -123,6 +125,8 @@ def advance_search(
 
     going = jnp.where(ended, -jnp.inf, scores)
     parents, living_now = extend_beams(going, going)
+    # The order is by all scores, so a finished hypothesis is kept only if it is among the k best
+    # extensions.
     _, ended_now = extend_beams(scores, jnp.where(ended, scores, -jnp.inf))
     kept = select_best_texts(search.ended, ended_now, length_penalty)
     grown_search = BeamSearch(living_now, kept, search.length + 1, search.reason)
@@ -378,6 +382,9 @@ def _trim_sequences(
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " k"]]:
     """Replace beam sequence i by the longest cached prefix of hypothesis i, for all i."""
+    # The last token of the living beams is not in the cache, so at most `length - 1` tokens are.
+    # Axes of `same`: hypothesis, beam, token. A product along tokens is 1 up to the first
+    # difference.
     place = jnp.arange(best.tokens.shape[1])[None]
     fed = place < jnp.minimum(best.lengths, search.length - 1)[:, None]
     same = best.tokens[:, None] == search.living.tokens[None]  # [k, k, n]

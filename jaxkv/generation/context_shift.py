@@ -232,6 +232,8 @@ def _self_extend_table(
         table, done, next_position, check = carry
         # Tokens are moved back to their original positions first, so that groups start at multiples
         # of `group`.
+        # Grouped position i has the tokens of original positions i * group and later, so position
+        # `done` is `done * group` originally.
         delta = done * (group - 1)
         first, last = done + delta, done + delta + width
         lifted, lift = table.seq_add(seq, done, end, delta)

@@ -102,6 +102,7 @@ class FilterSampler(Sampler):
             kept = logits >= best + _as_column(jnp.log(self.min_p))
             logits = _mask_logits(logits, kept | _as_column(self.min_p == 0))
         temperature = _as_column(self.temperature)
+        # For a temperature of 0, only the first token with the highest logit stays.
         alone = jnp.arange(logits.shape[1])[None] == jnp.argmax(logits, axis=1, keepdims=True)
         alone = _mask_logits(jnp.zeros_like(logits), alone & (logits != -jnp.inf))
         cooled = (logits - best) / jnp.where(temperature > 0, temperature, 1)
@@ -123,6 +124,7 @@ class FilterSampler(Sampler):
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, **DROP)
         if self.repeat_penalty is not None:
             repeat = _as_column(self.repeat_penalty)
+            # Both cases lower the logit for a penalty above 1.
             weaker = jnp.where(logits > 0, logits / repeat, logits * repeat)
             logits = jnp.where(times > 0, weaker, logits)
         if self.frequency_penalty is not None:
@@ -236,6 +238,9 @@ def is_among_best(
     rank = _to_ordered_integers(logits)
     top = jnp.uint32(1 << 31)
 
+    # The threshold is the largest integer such that the tokens at or above it have enough weight. A
+    # higher threshold never has more weight, so 32 steps find the bits from the top down, without a
+    # sort.
     def decide_threshold_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
         higher = threshold | (top >> i.astype(jnp.uint32))
         weight = jnp.sum(jnp.where(rank >= higher[:, None], weights, 0), axis=1)
@@ -248,5 +253,7 @@ def is_among_best(
 def _to_ordered_integers(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # -0.0 becomes 0.0
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # Bits of positive floats ascend with the floats, and bits of negative floats descend. The
+    # latter are inverted, and the top bit puts the former above them.
     top = jnp.uint32(1 << 31)
     return jnp.where(bits & top, ~bits, bits | top)

@@ -211,6 +211,8 @@ def _score_rows(
     The logits `logits[i]` predict the token after the token at flat index `order[i]`.
     """
     tokens = jnp.asarray(level.tokens)
+    # Logits after token t score token t + 1 of the row. The first token of a row is scored by the
+    # last logits of the sequence from an earlier level.
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(**FILL, fill_value=-1)
     logprobs = logprob_of(logits, following, following >= 0)

@@ -95,6 +95,8 @@ def _segments_by_level(
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
     """Return, for each level, the segments and a dict from sequence id to parent id."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
+    # In sorted order, the common prefix of a run of texts is the shortest of the common prefixes of
+    # neighbours.
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []
     # Texts order[first:last] share their first `start` tokens, cached in the sequence `parent`.

@@ -135,6 +135,8 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
     streams, words, _ = cells.owners.shape
+    # With several words, the loop skips a word if `asked` is False for its 32 sequences in all
+    # streams: `asked` becomes [W].
     asked = asked.reshape(streams, -1)
     asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sequences_per_stream)])
     asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
@@ -192,9 +194,11 @@ def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range."""
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
+    # Bits [S, W, 1] and cells [S, 1, N] broadcast to all owner words, [S, W, N].
     removed = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
     # Positions that the caller removes no longer count as evicted.
     asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
+    # If a range ends below `evicted_below`, evicted positions remain above the range.
     begins = jnp.minimum(cells.evicted_below, jnp.maximum(start, 0))
     all_of_it = asked & (resolve_range_end(stop) >= cells.evicted_below)
     return replace(
@@ -230,6 +234,8 @@ def evicted_below_of_copy(
     cells: Cells, seq: Int32[Array, "*n"], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, "*n"]:
     """Return `evicted_below` of a new sequence that is a copy of a range of `seq`."""
+    # The copy lacks the evicted positions of the range, which end at `mark`. If the range begins at
+    # `mark` or later, it has no evicted position.
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
@@ -238,6 +244,7 @@ def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"
     """Replace each target's cells by those of its parent; a parent may also be a target."""
     # Targets are distinct; a target of Q or more is skipped.
 
+    # Parents are read from the old table, so two sequences can be swapped.
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
         shared = is_owned_by(cells, sequence_bits(cells, parents[i]))
         return owners | (sequence_bits(cells, targets[i])[..., None] & to_word_mask(shared))
@@ -276,6 +283,8 @@ def fold_over_true(asked: Bool[Array, " n"], function: Callable[[jax.Array, T], 
 
 def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
     """Return whether each sequence owns at least one of the given cells."""
+    # The union of the owner words of the given cells has a bit for each owner. Its bits are
+    # expanded to [S, W, 32], and the bits after the last sequence of each stream are dropped.
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
     bits = (some[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]) & 1 == 1
@@ -287,6 +296,8 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
+    # The argument has one local id for each stream, [S]; the result is whether each cell has this
+    # owner, [S, N].
     def owner_bits(local: jax.Array) -> jax.Array:
         word, bit = divmod_nonnegative(local, WORD)
         words = jnp.take_along_axis(cells.owners, word[:, None, None], axis=1)[:, 0]
@@ -297,6 +308,7 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
         same = jnp.all(own_bits == owner_bits(partner[:, local]), axis=1)
         return answers.at[:, local].set(same)
 
+    # A local id is skipped if each sequence with this id is its own partner.
     asked = jnp.any(partner != local_ids, axis=0)
     return fold_over_true(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
 

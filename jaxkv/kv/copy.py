@@ -78,6 +78,8 @@ def _replace_streams(
         copies = jax.tree.map(lambda field: shard.take(field, source), cells)
         index, own = (jnp.arange(n, dtype=jnp.int32) for n in (cells.num_cells, len(source)))
         is_kept = is_in_range(copies, *bounds)
+        # All cells below `count` are copied in the buffers, also cells without a token of the
+        # range. Therefore all of them get new stamps.
         count = 1 + jnp.max(jnp.where(is_copied[:, None] & is_kept, index, -1))
         count = _round_up_to_chunks(cells, count)
         # A target of another device is skipped.
@@ -176,5 +178,7 @@ def _select_cells(
 
 
 def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
+    # Buffers are copied in whole chunks, so the last chunk may overwrite cells after the last
+    # token.
     size = min(CHUNK, cells.num_cells)
     return jnp.minimum(-(-count // size) * size, cells.num_cells)

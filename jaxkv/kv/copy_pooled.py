@@ -123,6 +123,8 @@ def _copy_planned_cells(
         num_copied: jax.Array,
         ends: jax.Array,
     ) -> PyTree:
+        # Copies are numbered over all streams; stream s has the numbers from `ends[s - 1]` up to
+        # `ends[s] - 1`. Numbers after the last copy are padding.
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = search_sorted(ends, number + 1)
         stream = jnp.minimum(stream, num_copied.size - 1)
@@ -179,6 +181,8 @@ def _plan_transfer(
         is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
     )
     is_same_copy &= parents[:, None] == parents[None]
+    # A cell of a parent may be evictable, or free in `base` if the parent is also a target. It must
+    # not be overwritten before it is read.
     open_cells = usable_cells(base) & ~is_copied
     args = base, open_cells, parents, targets, is_same_copy, start, stop
     new_cells, origin, slots, *need = map_table(
@@ -199,13 +203,14 @@ def _queue_copies(
     stop: jax.Array,
 ) -> tuple[CellRecord, jax.Array, jax.Array, jax.Array, jax.Array]:
     """List the cells to copy into each stream of a device, and choose slots in `open_cells`."""
-    # Targets i and j share one copy if `like[i, j]`.
+    # Targets i and j share one copy if `is_same_copy[i, j]`.
     (streams, words, bits_of), (theirs, word, bit) = (
         locate_owner_bit(cells, targets),
         locate_owner_bit(cells, parents),
     )
     here = jnp.arange(cells.owners.shape[1])[None] == words[:, None]
     owner = jnp.where(here, jnp.uint32(1) << bits_of[:, None], 0)  # [n, W]
+    # `first` is [n]: target i is the first target of its copy.
     first = jnp.any(is_same_copy, axis=1) & (
         jnp.argmax(is_same_copy, axis=1) == jnp.arange(targets.size)
     )
@@ -213,15 +218,20 @@ def _queue_copies(
 
     def queue_parent_cells(i: jax.Array, queue: tuple) -> tuple:
         *entries, num_copied = queue
+        # All devices run all iterations, because `take` is a collective. Only the device of the
+        # target adds entries to its queue.
         line = jax.tree.map(lambda field: shard.take(field, theirs[i]), cells.record)
         is_copied = (line.owners[word[i]] >> bit[i]) & 1 == 1
         is_copied &= line.position >= jnp.maximum(start, 0)
         is_copied &= line.position < resolve_range_end(stop)
         count = jnp.cumsum(is_copied, dtype=jnp.int32)
         stream, is_own = shard.to_local_streams(streams[i], cells.streams)
+        # Entry i of the queue gets the copied cell number `rank`, counted from 0. This is the first
+        # cell at which `count` is `rank + 1`.
         rank = index - num_copied[stream]
         these = is_own & (rank >= 0) & (rank < count[-1])
         cell = jnp.searchsorted(count, rank + 1).astype(jnp.int32)
+        # `whose` is [W]: bits of all targets that share the copy.
         whose = jax.lax.reduce_or(jnp.where(is_same_copy[i][:, None], owner, 0), axes=(0,))
 
         def put(field: jax.Array, value: jax.Array) -> jax.Array:

@@ -59,6 +59,8 @@ class DefragPlan(MaintenancePlan):
         chunks = jnp.where(ok, -(-jnp.sum(self.length, axis=1) // CHUNK), 0)  # [S]
 
         def move_chunk(i: jax.Array, table: C) -> C:
+            # Sources have ranks of U or more, and destinations have ranks below U (see
+            # `plan_moves`). No chunk therefore writes a cell that a later chunk reads.
             source, destination = _list_chunk_moves(self, size, i)
 
             moved = gather_cells(table.record, source)
@@ -77,6 +79,7 @@ class DefragPlan(MaintenancePlan):
             by_stream=2,
         )
         table = jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, table)
+        # Sources have lost their owners but still have positions, which `with_owners` removes.
         return with_owners(table, table.owners), buffers
 
 
@@ -104,6 +107,7 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
 def _plan_stream_moves(spec: TableSpec, placement: Placement, stream: StreamCells) -> DefragPlan:
     """Plan the moves of one stream."""
     size = stream.free.size
+    # Each move takes one used and one empty cell, so a stream of N cells has at most N // 2 moves.
     max_moves, tile = max(size // 2, 1), placement.tile(size)
     order, leave, enter = placement.find_moves(stream)
     source, gap = (cells_at_ranks(indices_of_true(x, max_moves), order) for x in (leave, enter))
@@ -117,6 +121,8 @@ def _plan_stream_moves(spec: TableSpec, placement: Placement, stream: StreamCell
     starts = (pair < pairs) & ~is_next
     runs = jnp.sum(starts, dtype=jnp.int32)
     start = indices_of_true(starts, max_moves)
+    # A run ends at the start of the next run. After the last run, `start` is padded with
+    # `max_moves`, which is at least `pairs`.
     end = jnp.minimum(jnp.append(start[1:], max_moves), pairs)
     length = jnp.where(pair < runs, end - start, 0)
     # The last cells in fill order move first, so that the first moves free the last cells.
@@ -159,6 +165,8 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
 
     def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
         ends = jnp.cumsum(plan.length)
+        # Run r has the moves from `ends[r - 1]` up to `ends[r] - 1`, so the run of a move is the
+        # number of runs whose end is at most the move.
         run = search_sorted(ends, move + 1)
         inside = move - (ends - plan.length).at[run].get(**FILL, fill_value=0)
         is_move = move < ends[-1]

@@ -41,10 +41,14 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
     """
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
+    # `end` is the last position of a sequence, which may be evicted, so its next token is at
+    # `end + 1`. Later tokens attend to no lower positions than the next token (see `first_seen`).
     if cells.sequences_per_stream == 1:
         end = jnp.maximum(jnp.max(cells.position, axis=1), cells.evicted_below - 1)
         return ~is_cell_empty(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
 
+    # A cell is evictable if no owner still needs it. One iteration checks the sequences with one
+    # local id in all streams: `positions` is [S, N], and `end` is [S].
     evicted_below = cells.evicted_below.reshape(cells.streams, -1)
 
     def mark_seen_cells(local: jax.Array, seen: jax.Array) -> jax.Array:
@@ -70,6 +74,7 @@ def evict_cells(cells: C, stream: Int[Array, "*#n"], slots: Int[Array, "*#n"]) -
     evicted = jnp.zeros(cells.position.shape, bool).at[stream, slots].set(True, **DROP)
     # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
+        # In a stream without an evicted cell, `end` is EMPTY, and no cell is removed.
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
         cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
         removed = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]
@@ -82,6 +87,7 @@ def evict_cells(cells: C, stream: Int[Array, "*#n"], slots: Int[Array, "*#n"]) -
         end = jnp.maximum(evicted_below[:, local], lost + 1)
         # Sequence `local` of another stream may own no evicted cell.
         removed = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
+        # The bit of the local id, [1, W, 1], is cleared in the removed cells, [S, 1, N].
         owners = cells.owners & ~(words[None, :, None] & to_word_mask(removed))
         evicted_below = evicted_below.at[:, local].set(end).reshape(-1)
         return replace(cells, owners=owners, evicted_below=evicted_below)
@@ -114,11 +120,16 @@ def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, j
 def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
     """Return whether a sequence can continue at `pos` after tokens from `pos` on are removed."""
     # The window of the next token must contain no evicted position.
+    # `cut` is `evicted_below` after the removal, which also removes evicted positions from `pos`
+    # on. If no cell reaches `mark - 1`, the last token was evicted and was at `mark - 1`. The
+    # removal keeps this token if `cut` is `mark`.
     positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
     highest = jnp.max(positions)
     last_kept = jnp.max(jnp.where(positions < pos, positions, EMPTY))
     cut = jnp.minimum(mark, jnp.maximum(pos, 0))
     goes_on = _can_continue(cells, cut, last_kept, (highest < mark - 1) & (cut == mark))
+    # The sequence has no token between `next_one` and `pos`, so a token at `pos` would leave a gap.
+    # An empty sequence may start anywhere.
     next_one = jnp.maximum(last_kept, cut - 1) + 1
     return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
@@ -136,6 +147,8 @@ def accept_edit(cells: C, edited: C, highest_evicted: Int32[Array, " Q"]) -> tup
     before, after = last_positions(cells, everyone), last_positions(edited, everyone)
     mark, moved = cells.evicted_below, edited.evicted_below
     same = (before == after) & (mark == moved)
+    # If `before < mark - 1`, the last token was evicted and was at `mark - 1`. It remains the
+    # highest evicted token only if the edit moved it to `moved - 1`.
     ok = jnp.all(
         same
         | _can_continue(cells, moved, after, (before < mark - 1) & (highest_evicted == moved - 1))
@@ -159,6 +172,8 @@ def can_resume_after_copy(
     mark = evicted_below_of_copy(cells, src, start, stop)
     certain = (jnp.max(positions) < evicted_below[src] - 1) & (mark == evicted_below[src])
 
+    # `theirs` is the stream of `src`, and `ours` has the streams of the targets. A copy from
+    # another stream replaces all cells of its target.
     (theirs, *_), (ours, *_) = locate_owner_bit(cells, src), locate_owner_bit(cells, dst)
     replaced = theirs != ours
     own_mark = jnp.where(replaced, 0, evicted_below[dst])
@@ -166,6 +181,8 @@ def can_resume_after_copy(
         replaced, EMPTY, jax.vmap(lambda seq: jnp.max(sequence_positions(cells, seq)))(dst)
     )
     end, below = jnp.maximum(own_last, highest), jnp.maximum(own_mark, mark)
+    # The higher of the two marks remains. The last token of the target is therefore certain if it
+    # is certain in the sequence from which this mark comes.
     certain = jnp.where(mark >= own_mark, certain, own_last < own_mark - 1)
     untouched = ~is_sequence(cells, dst) | ~is_sequence(cells, src) | (dst == src)
     same = (end == own_last) & (below == own_mark)
@@ -179,6 +196,9 @@ def _can_continue(
 ) -> jax.Array:
     """Return which sequences can continue, see `accept_edit`."""
     # `end` is the last position in a cell. If `certain`, the last token was at `evicted_below - 1`.
+    # `evicted_below - 1` is only an upper bound of the evicted positions, because a move of a part
+    # of them may leave it too high. If no cell reaches it and it is not certain, the next position
+    # is unknown.
     complete = evicted_below <= first_seen(cells.window, jnp.maximum(end, evicted_below - 1) + 1)
     return (evicted_below == 0) | (complete & ((end >= evicted_below - 1) | certain))
 

@@ -69,6 +69,7 @@ def needs_unwritten_tokens(
     ubatch, window = step.ubatch, step.table.window
     is_query = ubatch.valid & (ubatch.slots < MAX_CELLS)
     count, ids = ubatch.spec.sequences, ubatch.sequences
+    # `last` is [Q]: the highest position of each sequence in this ubatch, -1 without a token.
     last = jnp.full(count, -1, jnp.int32)
     last = last.at[jnp.where(is_query, ids, count)].max(ubatch.positions, **DROP)
     ahead = last_seen(window, ubatch.positions, causal=causal, visible_until=visible_until)

@@ -31,6 +31,8 @@ def tile_size(cells: int) -> int:
     >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
     [64, 16, 4, 2, 1]
     """
+    # A stream has at least four tiles, unless tiles have one cell, so that several sequences can
+    # get tiles.
     size = gcd(TILE, cells)
     while size > 1 and 4 * size > cells:
         size //= 2
@@ -177,8 +179,10 @@ class Placement:
         """
         ranked, valid = jax.vmap(self.rank_cells)(streams), ubatch.valid
         lists = len(streams.position) if all_streams else len(valid)
+        # With one token for each stream, a minimum replaces the cumulative sums and searches below.
         if all_streams and valid.size == lists:
             return jax.vmap(choose_first)(ranked).reshape(valid.shape)
+        # Padding repeats the number of an earlier token. The caller replaces the slots of padding.
         ordinal = jnp.cumsum(valid.reshape(lists, -1), axis=1, dtype=jnp.int32)
         if not all_streams:
             # Each row is a list. In a stream, the tokens of a lower sequence take cells first, so
@@ -201,6 +205,9 @@ class Placement:
         """
         order = self.order(stream)
         is_used = self.sort(~stream.free, order)
+        # With U used cells, as many used cells have a rank of U or more as empty cells have a rank
+        # below U. The n-th of each kind form a move, so no used cell remains outside of the first U
+        # ranks.
         rank, used = jnp.arange(is_used.size), jnp.sum(is_used)
         return order, is_used & (rank >= used), ~is_used & (rank < used)
 

@@ -192,9 +192,12 @@ def _move_evicted_below(
     """Return `evicted_below` and the position of the highest evicted token after a move."""
     mark = cells.evicted_below
     highest, inside = evicted
+    # The owners of evicted cells are not stored. For other sequences of the stream, it is therefore
+    # unknown which evicted tokens move, and `evicted_below` may only rise.
     moved = jnp.maximum(move(highest) + 1, 0)
     # If the highest evicted token does not move, `evicted_below` does not decrease.
     all_move = inside & (jnp.arange(cells.sequences) == seq) & (highest == mark - 1)
+    # If all evicted tokens from `start` on move, the evicted tokens that stay are below `below`.
     stays = jnp.where(all_move, jnp.minimum(mark, below), mark)
     evicted_below = jnp.where(inside, jnp.maximum(moved, stays), mark)
     return evicted_below, jnp.where(all_move, move(highest), mark - 1)
@@ -218,6 +221,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     num_arrays = len(buffers.k)
     ropes = buffers.ropes[:num_arrays]
     head_dims = [sizes.head_dim for sizes in buffers.head_sizes[:num_arrays]]
+    # The stored key is rotated for the position before all pending shifts.
     start = cells.position - cells.shift
     buffers = map_kv(
         cells,
@@ -258,6 +262,8 @@ def _rotate_keys(
         by: jax.Array,
         count: jax.Array,
     ) -> tuple[Stored, ...]:
+        # `count` covers the cells of all streams, S * N. The n-th cell to rotate, from 1, is the
+        # first cell at which `count` is n; S * N if there are fewer cells to rotate.
         number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = search_sorted(count, number)
         stream, slot = divmod_nonnegative(cell, size)

@@ -63,6 +63,9 @@ def compare_last_tokens(
         stream, word, bit = locate_owner_bit(cells, sequences)
         stream, is_own = shard.to_local_streams(stream, cells.streams)
         owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
+        # `at` is [Z, N]: positions of the cells of each sequence. On other devices and for empty
+        # sequences, `last` is EMPTY and `last_content` is 0, so a sum over devices returns the
+        # value of the device that has the stream.
         at = jnp.where(owns & (exists & is_own)[:, None], cells.position[stream], EMPTY)
         last, stored = jnp.max(at, axis=1), cells.content[stream]
         last_content = jnp.take_along_axis(stored, jnp.argmax(at, axis=1)[:, None], axis=1)[:, 0]
@@ -87,6 +90,8 @@ def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"], one_ubatch:
     if cells.window is not None and not one_ubatch:
         # Each ubatch may evict cells for the next one, so only the choice of slots can refuse them.
         return Admission(demand >= 0, jnp.repeat(num_usable, cells.sequences_per_stream))
+    # The sums grow with the demand. A sequence that fits is therefore preceded only by sequences
+    # that fit, and the cells suffice for all of them together.
     total = _sum_smallest_first(demand.reshape(cells.streams, -1))
     fits = (total <= num_usable[:, None]).reshape(-1)
     num_taken = jnp.where(fits, demand, 0).reshape(cells.streams, -1)
@@ -157,6 +162,7 @@ def choose_cells(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, "
     other slots are past the last cell.
     """
     ordinal = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
+    # An open cell that is not empty is evictable, because callers pass only usable cells.
     free, evictable = open_cells, None
     if cells.window is not None:
         free = open_cells & is_cell_empty(cells)
@@ -176,6 +182,8 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
     cells = evict_cells(cells, *where)
     content, owners = hash_tokens(ubatch), _owner_words(cells, ubatch)
     is_placed = ubatch.slots < cells.num_cells
+    # Each hash includes slot, token, position and owners, so the sum in a stream depends on all new
+    # cells, but not on the order of tokens in the ubatch.
     event = mix_linearly(content, ubatch.slots, *jnp.unstack(owners, axis=-1))
     count, event = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
@@ -208,6 +216,7 @@ def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
 
 def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the owner words of each token of a ubatch, `[R, T, W]` uint32."""
+    # Padding of `shared_with` is -1, and adds no bit.
     words = jnp.arange(cells.owners.shape[1])
 
     def owner_bits(sequences: jax.Array) -> jax.Array:
@@ -225,6 +234,7 @@ def mark_incomplete(cells: C, ubatch: Ubatch, is_missing: Bool[Array, " L"]) -> 
     """Record which layers of a stacked cache lack the keys of a ubatch."""
     assert cells.incomplete is not None
     grown = _sum_by_stream(cells, ubatch, placed_rows(ubatch).astype(jnp.int32)) > 0
+    # `grown` is [S]: only streams that got tokens of the ubatch lack keys.
     lacking = grown & jnp.any(is_missing)
     # Other keys are stored than after a step that wrote all layers, so the stamps differ.
     event = jnp.sum(mix_linearly(jnp.arange(is_missing.size), is_missing), dtype=jnp.uint32)

@@ -68,6 +68,8 @@ class Tiled(Placement):
             streams = jax.tree.map(lambda x: x[ubatch.row_stream], streams)
             valid = (same_stream[..., None] & valid[None]).reshape(len(valid), -1)
             sequences = jnp.broadcast_to(sequences.reshape(1, -1), valid.shape)
+        # The result is [list, token]. If each row is a list, list r has the tokens of all rows, and
+        # only the diagonal of the axes [list, row, token] is used.
         slots = jax.vmap(partial(choose_for_list, count=count))(streams, sequences, valid)
         if not all_streams:
             rows = jnp.arange(len(slots))
@@ -78,6 +80,7 @@ class Tiled(Placement):
         """Return moves of whole tiles, in the order of indices."""
         cells = (~stream.free).reshape(-1, tile_size(stream.free.size))  # [M, cells of a tile]
         has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
+        # As many used tiles have a rank of `used` or more as unused tiles have a rank below `used`.
         used = jnp.sum(has_used)
         leaving, gaps = has_used & (rank >= used), ~has_used & (rank < used)
         # The n-th used tile that leaves moves to the n-th gap, with its empty cells.
@@ -101,6 +104,7 @@ def choose_for_list(
     sequence = jnp.where(valid, sequences, count)
     order = jnp.argsort(sequence, stable=True)
     sequence, is_valid = sequence[order], valid[order]
+    # In the sorted list, `search_sorted` returns the index of the first token of each sequence.
     rank = jnp.arange(sequence.size, dtype=jnp.int32) - search_sorted(sequence, sequence)
     demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, **DROP)
 
@@ -117,6 +121,8 @@ def choose_for_list(
 
     # Tiles in the order of sequences; used tiles of a sequence come before its empty tiles.
     by_owner = jnp.argsort(2 * owner + is_tile_empty, stable=True).astype(jnp.int32)
+    # In this order, the empty cells of a sequence are contiguous and begin at `start`. Tiles
+    # without an owner come last, because their `owner` is U or more.
     start = _get_or_zero(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
     is_own = is_valid & (rank < _get_or_zero(room, sequence))
     tile, number = _locate_nth(num_empty[by_owner], start + rank)
@@ -135,6 +141,8 @@ def choose_for_list(
     cell = tile * size + jnp.argmax(num_up_to > number[:, None], axis=1).astype(jnp.int32)
     if pool.evictable is not None:
         by_position = jnp.argsort(jnp.where(pool.evictable, pool.position, END), stable=True)
+        # Tokens for which no empty cell remains are numbered from 0 by `nth`. `_locate_nth`
+        # returned tile M for them.
         nth = other - jnp.sum(num_empty, dtype=jnp.int32)
         evicted = jnp.where(nth < jnp.sum(pool.evictable), _get_or_zero(by_position, nth), cells)
         cell = jnp.where(tile == num_empty.size, evicted.astype(jnp.int32), cell)
@@ -163,6 +171,8 @@ def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Tile i has `counts[i]` empty cells. If there are at most n empty cells, the tile is M.
     """
+    # The tile is the first one for which `ends` exceeds n. Its index is the number of tiles for
+    # which `ends` is at most n, because `ends` never decreases.
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = search_sorted(ends, n + 1)
     return group, n - _get_or_zero(ends - counts, group)

@@ -123,6 +123,8 @@ def _find_faults(
     position = repeat_per_sequence(batch.positions, batch)
     after = last.at[ids].get(**FILL, fill_value=-1)
     previous = jnp.where(ranks == 0, after, position[before])
+    # The arrays below are [M], with an entry for each pair of a token and a sequence; `worst` is
+    # [Q].
     anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
     right = ~valid | ((anywhere | (position == previous + 1)) & (position < END))
     negative = jnp.zeros_like(valid)
@@ -225,12 +227,16 @@ def find_diverged_pairs(
     has no previous token for either, they have diverged unless they own the same cells.
     """
     spec, count = table.spec, table.spec.sequences
+    # Axes: token, sequence of the token. `before` is an index among pairs, so its quotient is the
+    # previous token of the sequence.
     rank, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = rank == 0
     token, _ = divmod_nonnegative(before, ids.shape[1])
     token = jnp.where(begins, -1, token)
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
     sequences = jnp.arange(count, dtype=jnp.int32)
+    # At its first token in the batch, a sequence is compared with the first sequence of this token,
+    # its partner. The stored cells of both must be equal.
     partner = sequences.at[jnp.where(begins, ids, count)].set(first, **DROP)
     (partner_stream, number), (own_stream, own_number) = (
         divmod_nonnegative(x, spec.sequences_per_stream) for x in (partner, sequences)
@@ -257,6 +263,8 @@ def num_required_cells(
     ids = jnp.where(fits.at[ids].get(**FILL, fill_value=False), ids, count)
     lowest = jnp.min(ids, axis=1)
     root = jnp.arange(count, dtype=jnp.int32)
+    # Axes of `ids` and `rank`: token, sequence of the token. Sequences that do not fit are padding.
+    # Each token counts once, in the group of its lowest sequence.
     root = root.at[jnp.where(rank == 0, ids, count)].set(
         jnp.broadcast_to(lowest[:, None], ids.shape), **DROP
     )

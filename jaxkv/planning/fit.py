@@ -48,6 +48,7 @@ def place_one_by_one(
     for seq in np.argsort(demand, kind="stable"):
         if demand[seq] and reason[seq] in (Reason.OK, Reason.OUT_OF_CELLS):
             fits[seq] = True
+            # The sequences before `seq` fit together, so any reason in this plan is due to `seq`.
             reason[seq] = np.max(plan_part(batch.keep_sequences(fits)).reason)
             fits[seq] = reason[seq] == Reason.OK
     decided = _refuse_others(table, replace(plan, ubatches=()), demand, fits, reason)
@@ -65,6 +66,8 @@ def place_at_most_one(table: CacheTable, batch: Batch, plan: Plan, ubatch_size: 
     demand = _count_tokens(table.spec, members)
     order = np.argsort(demand, kind="stable")[np.sum(demand == 0) :]
     width = min(ubatch_size, demand.max())
+    # Each row has the tokens of one sequence, padded to whole ubatches of `width` tokens. Sequences
+    # without tokens are first in the order, and are omitted.
     index = np.full((order.size, -(-demand.max() // width) * width), NO_SLOT, np.int32)
     for row, seq in zip(index, order, strict=True):
         row[: demand[seq]] = np.flatnonzero(np.any(members == seq, axis=1))
@@ -83,6 +86,7 @@ def place_at_most_one(table: CacheTable, batch: Batch, plan: Plan, ubatch_size: 
     def refuse() -> Plan:
         reason = jax.lax.map(place_alone, (jnp.asarray(order, jnp.int32), jnp.asarray(index)))
         fits = reason == Reason.OK
+        # Only the first sequence that fits is kept: others may fit alone but not with it.
         fits &= jnp.cumsum(fits) == 1
         return _refuse_others(
             table,

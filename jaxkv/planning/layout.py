@@ -101,6 +101,8 @@ def _lay_out_concrete_batch(
     fits = valid_index.size <= ubatch_size and after is None and _needs_same_cells_in_any_cut(spec)
     if split_by is None and spec.single_sequence_rows and fits and len(parts) > 1:
         padded = _pad_rows_to_longest(_indices_by_sequence(sequences), ubatch_size)
+        # One ubatch replaces several if it has at most a quarter more elements than the ubatches
+        # together.
         few = 1.25 * sum(part.size for part in parts)
         if padded.size <= max(min(few, ubatch_size), CHEAP_SIZE):
             parts = [padded]
@@ -215,6 +217,9 @@ def rank_in_sequence(
     """
     xp = np if is_concrete(sequences, valid) else jnp
     index = xp.arange(sequences.shape[0], dtype=np.int32)
+    # A stable sort by sequence keeps the order of tokens; padding comes last. The rank is the
+    # distance to the first token of the sequence, which `searchsorted` finds. `back` undoes the
+    # sort.
     ids = xp.where(valid, sequences, NO_SLOT)
     order = xp.argsort(ids, stable=True).astype(np.int32)
     ids = ids[order]
@@ -327,6 +332,9 @@ def equal_split(
         rest.sort(key=lambda index: index[0])
         taking = rest[:ubatch_size]
         length = _num_tokens_from_each(taking, ubatch_size)
+        # Without some sequences, the others may get longer rows, so the check is repeated. The
+        # sequence of the lowest remaining token is always ready: the token before it has a lower
+        # index, and is therefore in an earlier ubatch.
         while after is not None:
             waiting = set(np.concatenate(rest)) - set(np.concatenate([i[:length] for i in taking]))
             ready = [index for index in taking if after[index[0]] not in waiting]

@@ -106,6 +106,8 @@ def _order_rows(
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:
         return index, none
+    # `ids` is [R, T] with Q for padding; `row` has the highest id of each row, -1 for a row of
+    # padding.
     ids = jnp.where(batch.valid, batch.sequences, count).at[index].get(**FILL, fill_value=count)
     row = jnp.max(jnp.where(ids < count, ids, -1), axis=1)
     row_sequence = jnp.where(row < 0, count, row)

@@ -330,6 +330,9 @@ def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the results of `layout.rank_in_sequence`; each row must have its own sequence."""
     # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
+    # `latest` is the index of the last valid token up to each token, so the previous token is one
+    # column to the left. The value that `roll` moves to column 0 is not used, because its rank is
+    # 0.
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
     latest = jax.lax.cummax(jnp.where(valid, index, -1), axis=1)
     before = jnp.where(ranks == 0, index, jnp.roll(latest, 1, axis=1))
@@ -350,6 +353,7 @@ def _lay_out_next_tokens(
     if length == 1:
         return index, row[:, None]
     first = order_tokens_first(valid)
+    # `first` is a permutation of the columns of each row, and `argsort` inverts it.
     where = row[:, None] * length + jnp.argsort(first, axis=1).astype(jnp.int32)
     return index[:, :1] + first, where
 

@@ -146,14 +146,19 @@ def _cells_of_targets(
         & is_cross_stream[None]
         & (src[:, None] == src[None])
     )
+    # Targets of one stream with the same parent share copies, which are made for the `first` of
+    # them.
     first = jnp.argmax(is_same_copy, axis=1)
     copies = (is_cross_stream & (first == index))[:, None] & (cell < size)
+    # Targets in other streams lose their old cells before free cells are counted.
     kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), **DROP)
     # Free cells of each stream come first; copies take them in order.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
     ahead = is_same_stream & (index[:, None] > index[None])
     count = jnp.sum(copies, axis=1, dtype=jnp.int32)
     before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
+    # `place` is the index of each copy among the free cells of its stream, after the copies for
+    # earlier targets.
     place = before[:, None] + jnp.cumsum(copies, axis=1, dtype=jnp.int32) - 1
     new_cells = order.at[stream[:, None], place].get(**FILL, fill_value=size)
     new_cells = jnp.where(copies, new_cells, size)

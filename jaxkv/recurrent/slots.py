@@ -47,13 +47,17 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Bool[Array
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
     """Return a cell for each new state: empty cells first, then the cells of freed states."""
+    # Pairs are sorted from old to new, and n new states free the first n pairs of their sequence.
     steps = _num_new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not freed
     is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
     rank = jnp.where(is_kept, 2, jnp.where(is_occupied(states, states.cell), 1, 0))
+    # Ranks: 0 for an empty cell, 1 for the cell of a freed state, 2 for the cell of a kept state.
     order = jnp.argsort(rank, axis=1, stable=True).astype(jnp.int32)  # [S, N]
     count = jnp.sum(new, axis=1, dtype=jnp.int32)
     row, stream = jnp.arange(count.size), ubatch.row_stream
+    # The new states of a row take cells after those of earlier rows of its stream: axes
+    # [row, other row].
     ahead = (stream[:, None] == stream[None]) & (row[:, None] > row[None])
     first = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
     rank = first[:, None] + jnp.cumsum(new, axis=1, dtype=jnp.int32) - 1
@@ -66,6 +70,9 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     new = slots.cells < MAX_CELLS
     steps = _num_new_states(states, ubatch, new[:, -1])
     pair = jnp.arange(states.num_earlier_states + 1)[None]
+    # Pairs move to the left by the number of new states, which are then written into the last
+    # pairs. Entries of `value` [R, E + 1] without a new state get the sequence id Q and are
+    # dropped.
     shifted = jnp.minimum(pair + steps[:, None], states.num_earlier_states)
     seq = jnp.where(new, ubatch.row_sequence[:, None], states.sequences)
 
@@ -73,6 +80,8 @@ def occupy(states: T, ubatch: Ubatch) -> T:
         old = jnp.take_along_axis(old, shifted, axis=1)
         return old.at[seq, pair].set(value, **DROP)
 
+    # The content of a state is a sum over all its tokens, so a cumulative sum continues the sum of
+    # the state before the row. Padding adds 0.
     before = states.content.at[ubatch.row_stream, slots.source].get(**FILL, fill_value=0)
     token_contents = jnp.where(ubatch.valid, hash_tokens(ubatch), 0)
     content = before[:, None] + jnp.cumsum(token_contents, axis=1, dtype=jnp.uint32)
@@ -117,5 +126,7 @@ def _take_at_new_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax
     """Return the values of a field `[R, T]` at the last token of each new state, `[R, E + 1]`."""
     rank = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
+    # The last token of a new state is in the column in which the number of valid tokens reaches
+    # `kept`. Its index is the number of columns with a lower number. Axes: row, new state, column.
     index = jnp.sum(rank[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
     return jnp.take_along_axis(field, index, axis=1)

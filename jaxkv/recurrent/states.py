@@ -210,6 +210,8 @@ def _find_remaining_states(
     first = first_positions(states)
     low = jnp.maximum(start, first)
     touched = (low <= end) & (low < stop)  # False for ranges without tokens
+    # A state cannot lose tokens before its last one. A range is therefore removed only with all
+    # later tokens, and only if no token or a stored state is left before it.
     cut = touched & (end < stop)
     whole = cut & (start <= first)
     is_stored = cut & jnp.any(states.position == start - 1, axis=1)
@@ -289,6 +291,8 @@ def _find_moving_states(
         states.position < resolve_range_end(stop)
     )
     is_own = inside & (jnp.arange(states.sequences) == seq)[:, None]
+    # Sequences that share a cell share its position, so the flags go from pairs to cells and back
+    # to the pairs of all sequences.
     cells = is_occupied(states, jnp.where(is_own, states.cell, states.num_cells))
     return cells.at[streams_of_sequences(states), states.cell].get(**FILL, fill_value=False)
 
@@ -321,6 +325,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
     """
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
+    # `later` is the lowest position of all later pairs of the sequence; END if there are none.
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
     later = jnp.pad(later[:, 1:], [(0, 0), (0, 1)], constant_values=END)
     return drop_pairs(replace(states, position=position), ~drop & (position < later))
@@ -364,6 +369,7 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
 def drop_pairs(states: T, stays: jax.Array) -> T:
     """Remove pairs with `stays` False, and move remaining pairs to the end of each row."""
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
+    # A stable sort keeps the remaining pairs sorted by position.
     order = jnp.argsort(stays, axis=1, stable=True)  # dropped pairs first
     position = jnp.where(stays, states.position, EMPTY)
     cell = jnp.where(stays, states.cell, states.num_cells)

@@ -77,6 +77,8 @@ def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
     return shapes
 
 
+# Costs are in tokens. All whole chunks of the longest shape come first; the rest is a search over
+# shapes.
 @functools.cache
 def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
     """Return the minimum cost of chunks for `count` tokens; a chunk of length n costs PASS + n.

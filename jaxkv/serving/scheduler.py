@@ -112,6 +112,9 @@ class Scheduler:
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )
+        # Streams with enough cells are tried before a stored prompt is evicted in any stream.
+        # Within each round, a stream that shares the prefix comes first, since other streams need a
+        # copy.
         return any(
             self._try_assign_sequence(state, sequence, match, may_evict)
             for may_evict in (False, True)

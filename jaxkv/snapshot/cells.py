@@ -217,6 +217,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
                 f"{num_free[stream]}; remove a sequence there (seq_rm), or make a cache with more "
                 f"cells"
             )
+        # In stream s, only the first `demand[s]` entries of `origin` are saved cells.
         is_filled = np.arange(table.num_cells)[None] < demand[:, None]
 
         def gather_by_origin(name: str) -> np.ndarray:
@@ -340,6 +341,7 @@ def _assign_cells(
             _locate_owner_bit(saved, old),
             _locate_owner_bit(table, new),
         )
+        # Saved cells are ordered by stream, so the cells of stream `source` are a slice.
         here = slice(*np.searchsorted(stream, (source, source + 1)))
         own_bits = owners[here, word] >> np.uint32(bit) & np.uint32(1)
         theirs = bits_by_pair.setdefault(
@@ -347,6 +349,8 @@ def _assign_cells(
         )
         theirs[:, own_word] |= own_bits << np.uint32(own_bit)
 
+    # Cells of a saved stream that go to one stream are neighbours in `origin`, in the order of
+    # saved streams.
     demand = np.zeros(streams, np.int32)
     origin = np.full((streams, size), len(stream), np.int32)
     owner = np.zeros((streams, words, size), np.uint32)

@@ -94,6 +94,8 @@ def verify_branches(
         i, offered, valid, drawn_from = place
         # A token that branches share was computed only in the first of these branches.
         branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
+        # Output 0 is that of the last sampled token; output 1 + b * length + j is that of token j
+        # in branch b.
         node = jnp.where(i == 0, 0, branch * length + i)
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
         adjusted = adjust_logits(sampler, here, adjusting)
@@ -161,6 +163,7 @@ def _find_first_accepted(
             jnp.where(asks[:, None], _normalise_residual(rest, x), x)
             for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(is_guess, 0, q), q))
         )
+    # Without an allowed token, the softmax is NaN, and the logits stay -inf.
     some = jnp.max(adjusted, axis=1, keepdims=True) > -jnp.inf
     return accepted, jnp.where(some, jnp.log(p), adjusted)
 
@@ -184,6 +187,9 @@ def _accept_draft_tokens(
     A token with draft probability q and model probability p is accepted with probability
     min(1, p / q), or replaced by a draw from max(p - q, 0). Without `drawn_from`, q is one-hot.
     """
+    # A token is drafted and accepted with the probability q * min(1, p / q) = min(p, q). All
+    # rejections together have the probability sum(max(p - q, 0)), so replacements add
+    # max(p - q, 0). The sum of both is p.
     p = jax.nn.softmax(adjusted, axis=1)
     if drawn_from is None:
         q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
@@ -191,7 +197,10 @@ def _accept_draft_tokens(
         q = jax.nn.softmax(drawn_from, axis=1)
     at_guess = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
     chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+    # `chance` is below 1, so p >= q > 0 always accepts; p = 0 never does. A division by q is
+    # avoided.
     accepted = chance * at_guess(q)[:, 0] < at_guess(p)[:, 0]
     rest = jnp.maximum(p - q, 0)
+    # The logits need not be normalised: a constant added to all logits does not change the draw.
     some = jnp.any(rest > 0, axis=1, keepdims=True)  # all are 0 if p equals q up to rounding
     return accepted, jnp.where(some, jnp.log(rest), adjusted)

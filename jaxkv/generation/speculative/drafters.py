@@ -130,6 +130,8 @@ class PromptLookup(Drafter):
         length, n = text.shape[1], self.ngram
         pad = jnp.pad(text, [(0, 0), (0, self.num_draft_tokens)], constant_values=-1)
         # True where an earlier occurrence of the last n tokens begins; False at padding.
+        # Entry p of element i: whether token p + i is token i of the last n tokens. An occurrence
+        # begins at p if this is true for all i.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
         is_match = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
         tokens, valid = [], []
@@ -156,6 +158,8 @@ class PromptLookup(Drafter):
         """Append the newly cached tokens to the recent tokens."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
+        # Columns from `num_cached` to `num_cached + C - 1` have the last C tokens up to the last
+        # cached token.
         index = jnp.arange(self.recent.shape[1])[None] + num_cached[:, None]
         return replace(self, recent=jnp.take_along_axis(text, index, axis=1))
 

@@ -293,6 +293,7 @@ def _append_rows(
 ) -> Shaped[Array, "Z steps"]:
     """Copy the first `num_new` values of each row of `new` into `rows`, from index `start` on."""
     column = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    # Values after the first `num_new` get a column past the end, and are dropped.
     where = jnp.where(column < num_new[:, None], start[:, None] + column, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, **DROP)
 

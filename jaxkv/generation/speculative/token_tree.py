@@ -62,6 +62,8 @@ def assign_branch_sequences(
     free = (~table.nonempty_sequences()).at[sequences].set(False).reshape(spec.streams, size)
     stream, _ = divmod_nonnegative(sequences, size)
     is_same_stream = stream[:, None] == stream[None]
+    # Each drafted sequence takes k - 1 free sequences, after those of earlier drafted sequences in
+    # its stream.
     ahead = jnp.sum(jnp.tril(is_same_stream, -1), axis=1, dtype=jnp.int32)
     branch = (
         ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
@@ -76,6 +78,8 @@ def assign_branch_sequences(
 
 def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
     """Find the draft tokens that branches share."""
+    # Axes: text, token, branch. `both` has a second axis of branches; tokens are equal up to j if
+    # the product up to j is 1.
     tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
     both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
     owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
@@ -113,6 +117,8 @@ def plan_tree(
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
     ids = jnp.where(sequences < table.spec.sequences, sequences, -1)
+    # Axes: text, branch, token, sequence of the token. A token belongs to each branch that shares
+    # it.
     sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
     flat = make_batch(
         jnp.concatenate([token[:, None], draft.tokens.reshape(texts, -1)], axis=1).reshape(-1),
@@ -129,6 +135,8 @@ def plan_tree(
     (ubatch,) = plan.ubatches
     token = jnp.arange(flat.valid.size, dtype=jnp.int32)
     place = jnp.arange(index.size, dtype=jnp.int32)
+    # `where` inverts `output_index`: for each token of the batch, its index in the ubatch. Outputs
+    # are then in the order of the batch.
     where = jnp.zeros_like(token).at[ubatch.output_index].set(place, **DROP)
     order = jnp.where(flat.valid, token, NO_SLOT)
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))

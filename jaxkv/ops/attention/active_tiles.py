@@ -107,6 +107,8 @@ def find_active_tiles(
         mask = split_into_blocks(compute_mask(visibility), blocks)
         seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
         mask = mask if visibility.bias is None else _split_visibility(visibility, blocks)
+    # `seen` is [P * b, N], then [P * b, tiles]. The active pairs of a block are neighbours in
+    # `ordered`, so cumulative counts are the bounds of each block.
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
     seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
     ordered = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # active tiles first
@@ -149,6 +151,7 @@ def query_bounds_in_blocks(
     visibility: Visibility, blocks: int, queries: int
 ) -> Int32[Array, "Pb X 4"]:
     """Return an array with the four fields of `QueryBounds` for each query of each block."""
+    # The X queries of a key head are G copies of the t tokens, as in `group_queries`.
     bounds = jnp.stack(query_bounds_of(visibility), axis=-1)
     return jnp.tile(split_into_blocks(bounds, blocks), (1, queries, 1))
 
@@ -186,6 +189,7 @@ def _merge_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax
     if x.shape[0] == lists:
         return x
     kv_heads, rest = x.shape[1], x.shape[3:]
+    # From [P, b, K, G, t, ...] to [P, K, G, b, t, ...], so that the blocks of a list are joined.
     x = jnp.moveaxis(x.reshape(lists, -1, kv_heads, x.shape[2] // size, size, *rest), 1, 3)
     x = x.reshape(*x.shape[:3], -1, *rest)[:, :, :, :tokens]  # [P, K, G, T, ...]
     return x.reshape(lists, kv_heads, -1, *rest)

@@ -106,6 +106,7 @@ def _call_jax_nn(
     shows = jnp.tile(shows, (1, 1, q.shape[2] // (kv_heads * shows.shape[2]), 1))
     shows = shows.reshape(*shows.shape[:2], -1)  # [P, K, G * T]
     highest = group_queries(jnp.where(some, highest, LOWEST)[..., None], kv_heads)[..., 0]
+    # Outputs are normalised, so the denominator is 1, or 0 if no cell is visible.
     total = group_queries(jnp.broadcast_to(some, q.shape[:3])[..., None], kv_heads)[..., 0]
     out = group_queries(jnp.where(some[..., None], out, 0), kv_heads)
     dtype = softmax_dtype(q)

@@ -76,6 +76,9 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
         queries, warps, stages = 128, 8, 2
     else:
         queries, warps, stages = 16, 8, 2
+    # If blocks and key heads are few, each block is split over several programs, so that about as
+    # many programs exist as can run at once. A block gets at most as many programs as a stream has
+    # tiles.
     blocks = lists * -(-tokens // (queries // group))
     cells = 32 if exact else 64
     tiles = -(-k.shape[2] // cells)
@@ -226,6 +229,8 @@ def _kernel(
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
+    # `streams` counts the layers of a stack too (s * L + l), but position and owners have only S
+    # streams.
     pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
     query, in_query = _padded_range(q.shape[2], cut.queries)
     key, in_key = _padded_range(k.shape[3])
@@ -269,12 +274,15 @@ def _kernel(
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
         down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
+        # A value is its code times the scale of its cell, so the scale multiplies the weight of the
+        # cell. The denominator sums weights without scales.
         of_codes = weights if scales is None else weights * scales
         values = values if scales is None else values.astype(q.dtype)
         more = product(of_codes.astype(values.dtype), values, 0)
         return top, total * down + jnp.sum(weights, axis=1), out * down[:, None] + more
 
     first, count = starts[block], starts[block + 1] - starts[block]
+    # Tiles are split as evenly as possible: program j adds the tiles from count * j // J on.
     begin, end = (first + jax.lax.div(count * n, cut.programs) for n in (part, part + 1))
     zero = jnp.zeros(query.shape, jnp.float32)
     nothing = zero + LOWEST, zero, jnp.zeros((query.size, value.size), jnp.float32)
@@ -298,6 +306,7 @@ def _merge_programs(
     where = tuple(pl.program_id(i) for i in range(3))
     part, in_part = _padded_range(out_of.shape[0])
     value, in_value = _padded_range(out_of.shape[4])
+    # Programs without a tile and padding have a denominator of 0, so they add 0.
     tops = _load(highest_of, part, *where, inside=in_part, fill=LOWEST)
     totals = _load(total_of, part, *where, inside=in_part)
     both = in_part[:, None] & in_value[None]
@@ -315,6 +324,7 @@ def _pad_to_power_of_two(count: int) -> int:
 
 
 def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
+    # Triton requires the size of a range to be a power of two.
     numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 

@@ -215,6 +215,7 @@ def _kernel(
     of `k` and `v` is `[1, h, C, ...]`, or `[1, h, ..., C]` if lanes store cells.
     """
     i = pl.program_id(1)
+    # Active pairs are sorted by block, so a block begins where its number changes.
     block, tile = _split_pair_number(pairs[i], tiles)
 
     @pl.when((i == 0) | (block != _split_pair_number(pairs[jnp.maximum(i - 1, 0)], tiles)[0]))
@@ -249,6 +250,8 @@ def _kernel(
     denom[0] = denom[0] * down + jnp.sum(weights, axis=2, keepdims=True)
     over = ((2,), (axis,)), ((0,), (0,))
     if scales is not None:
+        # A value is its code times the scale of its cell, so the scale multiplies the weight of the
+        # cell.
         weights, values = weights * scales, values.astype(q.dtype)
     out[0] = out[0] * down + _multiply_tile(weights.astype(values.dtype), values, over, out.dtype)
 

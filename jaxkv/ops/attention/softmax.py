@@ -76,6 +76,7 @@ class OnlineSoftmax(NamedTuple):
         out: Float[Array, "P K X Dv"],
     ) -> OnlineSoftmax:
         """Add sums over further cells; `max_logit` is the highest logit of old and new cells."""
+        # `max_logit` is at least the old maximum, so the factor is at most 1 and cannot overflow.
         down = jnp.exp(self.max_logit - max_logit)
         return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
@@ -97,6 +98,8 @@ def mask_logits(
     # A visible NaN is kept.
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
+    # The highest visible logit is then at least LOWEST / 2, so the weight of a hidden cell is at
+    # most exp(LOWEST / 2), which is 0.
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
@@ -130,6 +133,7 @@ def empty_softmax(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
 
 def merge_softmax(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
     """Merge two partial softmaxes."""
+    # The quotient out / denom does not depend on the maximum, so its derivative is left out.
     highest = jax.lax.stop_gradient(jnp.maximum(a.max_logit, b.max_logit))
     down = jnp.exp(b.max_logit - highest)
     return a.merge_block(highest, b.denom * down, b.out * down[..., None])
@@ -152,6 +156,8 @@ def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | Non
     if sinks is None:
         return sums
     lists, kv_heads, queries = sums.denom.shape
+    # A sink is a cell with a value of 0: its own maximum is its logit, and its denominator is
+    # exp(0).
     heads = sinks.astype(sums.denom.dtype).reshape(1, kv_heads, -1, 1)
     logits = jnp.broadcast_to(heads, (lists, kv_heads, heads.shape[2], queries // heads.shape[2]))
     logits = logits.reshape(sums.denom.shape)

@@ -45,6 +45,8 @@ def fold_vmap(implementation: Callable[..., OnlineSoftmax]) -> Callable[..., Onl
 
         *_, options = args
         q, k, v, visibility = jax.tree.map(broadcast_to_batch, args[:4], tuple(batched)[:4])
+        # All caches become one cache of size * S streams; stream s of cache c has the index
+        # c * S + s.
         first = jnp.arange(size, dtype=visibility.streams.dtype) * visibility.position.shape[1]
         function = None
         if isinstance(visibility.bias, PositionBias) and not any(jax.tree.leaves(batched[3].bias)):

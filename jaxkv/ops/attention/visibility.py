@@ -89,6 +89,7 @@ def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
     for w in range(1, owners.shape[1]):  # Selecting one of few words avoids a stored gather.
         owner = jnp.where((visibility.word == w)[..., None], owners[:, w][:, None], owner)
     owned = owner & visibility.bit[..., None] != 0
+    # Axes of `position`: list, 1, cell. Axes of `at` and `visible_until`: list, token, 1.
     position = visibility.gather_list_streams(visibility.position)[:, None]
     visible_until = (
         None if visibility.visible_until is None else visibility.visible_until[..., None]

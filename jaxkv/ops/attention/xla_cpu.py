@@ -152,6 +152,7 @@ def attend_packed(
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     # The compiler fuses maximum, difference and exponential into one fast function, unless another
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
+    # All J parts share one maximum, so their sums are added without factors.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     return OnlineSoftmax(
         highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v)
@@ -181,6 +182,7 @@ def _masked_logits(
     """Return masked logits `[P, K, J, G, T, C]`; `q` is `[P, K, X, D]`, `k` is `[P, K, N, D]`."""
     k = _split_cells(k, q.shape[2])
     lists, tokens, _ = mask.shape
+    # From [P, 1, 1, T, J, C] to [P, 1, J, 1, T, C].
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = options.cap_logits(_multiply_queries_keys(q, k)).reshape(
         *k.shape[:3], -1, tokens, k.shape[3]
@@ -252,8 +254,12 @@ def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
     # The compiler multiplies two bfloat16 arrays without a conversion, unless one has a single row.
     if not _has_terms(cells, x.dtype, x.shape[-2]):
         return [x]
+    # Two halves avoid a single row, and their sum is exact, because a half changes only the
+    # exponent.
     if x.dtype == jnp.bfloat16:
         return [x] if x.shape[-2] > 1 else [x / 2, x / 2]
+    # The difference is exact in float32, and bfloat16 stores its 8 upper bits: together 16 bits of
+    # `x`.
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 

@@ -88,6 +88,8 @@ def split_tiles(
     """Return two visibilities: of tiles that only one token attends to, and of all other tiles."""
     # The third result is which tokens attend to any cell.
     mask = compute_mask(visibility)
+    # All lists are streams (P is S), so one mask [P, 1, N] selects the owners [S, W, N] of private
+    # tiles. Cells without an owner are hidden from all tokens.
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
     is_private = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
     private_owners, shared_owners = (
@@ -145,8 +147,12 @@ def _join_tiles(
     )  # [P, K, G, 1, M]
     sees = sees[:, None, None]
     before = sums.max_logit.reshape(lists, kv_heads, -1, tokens)
+    # Axes: [P, K, G, T, M]. Each tile is visible to one token, so for a tile, `down` is 0 for all
+    # other tokens.
     top = jnp.maximum(before, jnp.max(jnp.where(sees, max_logit, LOWEST), axis=4))
     down = jnp.where(sees, jnp.exp(max_logit - top[..., None]), 0.0)  # [P, K, G, T, M]
+    # Values are finite, so `out` is NaN only with its denominator. The sum of denominators selects
+    # by token, and its NaN reaches the output of that token.
     whole = jnp.isfinite(denom[:, :, :, 0].swapaxes(2, 3))[..., None]
     out = jnp.einsum("pkgtm,pkmgd->pkgtd", down, jnp.where(whole, out, 0.0))
     denom = jnp.sum(jnp.where(sees, denom * down, 0.0), axis=4)

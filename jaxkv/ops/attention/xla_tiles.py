@@ -94,6 +94,8 @@ def add_tiles_one_by_one(
             start = (block, *(zero,) * (x.ndim - 1))
             return jax.lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
+        # If the stream ends inside the last tile, `first` is before `tile_start`, and the cells
+        # between them belong to the previous tile.
         seen, bias = active.mask_and_bias_of_tile(block, first, size)
         if cells % size:
             seen &= (first + jnp.arange(size) >= tile_start)[None, None]
@@ -107,6 +109,8 @@ def add_tiles_one_by_one(
             bias,
         )
         sums = jax.tree.map(update_block, sums, more)
+        # The barrier makes keys and values different in each iteration for XLA, which therefore
+        # cannot move their conversion out of the loop.
         return (sums, *(jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)))
 
     start = empty_softmax(q, v.shape[3]) if start is None else start

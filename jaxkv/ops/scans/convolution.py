@@ -44,6 +44,8 @@ def convolve(
     )
     start = jnp.zeros((1, 1, 1)) if bias is None else bias.astype(jnp.float32)[None, None]
     out = reduce(jnp.add, parts, start)
+    # After n tokens, the last F - 1 inputs are at n to n + F - 2 in `padded`, which begins with the
+    # F - 1 inputs of the tail.
     at = counts[..., None] + jnp.arange(width - 1)[None, None]
     tails = jnp.take_along_axis(padded[:, None], at[..., None], axis=2)
     return out, tails.astype(tail.dtype)

@@ -36,6 +36,8 @@ def scan_diagonal(
     """
 
     def combine(early: tuple, late: tuple) -> tuple:
+        # Two steps state -> a * state + b, applied one after the other, are one step of the same
+        # form.
         return early[0] * late[0], late[0] * early[1] + late[1]
 
     state = state.astype(jnp.float32)

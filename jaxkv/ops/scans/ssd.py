@@ -65,17 +65,25 @@ def scan_ssd(
         state, early = carry
         x, logs, b, c, soon = part
         total = jnp.cumsum(logs, axis=1)
+        # With total_t, the sum of log decays up to t, the state after t is exp(total_t) * state +
+        # the sum over s <= t of exp(total_t - total_s) * x_s * b_s. The output is its product with
+        # c_t.
         by_head = jnp.moveaxis(total, 1, -1)  # [R, G, J, t]
         causal = jnp.tri(x.shape[1], dtype=bool)[None, None, None]
         between = jnp.where(causal, by_head[..., :, None] - by_head[..., None, :], -jnp.inf)
         scores = jnp.einsum("rtgm,rsgm->rgts", c, b)[:, :, None] * jnp.exp(between)
         out = jnp.einsum("rgjts,rsgjd->rtgjd", scores, x)
         out += jnp.einsum("rtgm,rgjdm->rtgjd", c, state) * jnp.exp(total)[..., None]
+        # `early` is the state after the first count of tokens. Zeros in `soon` give later tokens a
+        # step of 0, which leaves the state unchanged.
         if 0 < kept < length:
             soon = soon[..., None, None]
             early = _state_after_chunk(early, x * soon[..., None], logs * soon, b)
         return (_state_after_chunk(state, x, logs, b), early), out
 
+    # The last `kept` counts differ from their predecessors by at most one token, so these states
+    # are computed token by token from `early`. If `kept` is `length`, `early` is the state before
+    # the row.
     kept = min(counts.shape[1] - 1, length)
     soon = (jnp.arange(length)[None] < counts[:, :1]).astype(jnp.float32)
     carry, parts = (state, state), (x, logs, b, c, soon)
@@ -98,6 +106,7 @@ def scan_ssd(
 def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
     """Return the state after a chunk, from inputs times steps (`x`) and log decays (`logs`)."""
     total = jnp.cumsum(logs, axis=1)
+    # After token s, its input decays by the factors of all later tokens of the chunk.
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
     added = jnp.einsum("rsgjd,rsgm->rgjdm", x, b)
     return jnp.exp(total[:, -1])[..., None, None] * state + added

@@ -87,6 +87,8 @@ def scatter_by_select(
     old, streams = locate_streams(array, streams)
     count = slots.size
     token = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
+    # Only token indices are scattered. Each cell then reads the token that is written into it; the
+    # index is `count` for cells without a new token.
     token_of_cell = jnp.full(old.shape[::2][:2], count, jnp.int32)  # [S, N], or [S * L, N]
     token_of_cell = token_of_cell.at[streams, slots].set(token, **DROP, unique_indices=True)
     # If `new` was computed from the same array, it must be read before the write. A branch that

@@ -57,8 +57,10 @@ def pad_queries(
     """Pad each query to the size of a row, with zeros for the other heads of the row."""
     if q.shape[3] == row_size:
         return q
-    # A TPU concatenates slices of lanes faster than it reshapes a dimension into lanes.
+    # `head` is the key head of each query head. A row has `heads_per_row` key heads, and the
+    # products with the zeros do not change a logit.
     head = jnp.arange(q.shape[2])[:, None] // (q.shape[2] // (rows * heads_per_row))
+    # A TPU concatenates slices of lanes faster than it reshapes a dimension into lanes.
     parts = [jnp.where(head % heads_per_row == i, q, 0) for i in range(heads_per_row)]
     padding = jnp.zeros((*q.shape[:3], row_size - heads_per_row * q.shape[3]), q.dtype)
     return jnp.concatenate([*parts, padding], axis=3)

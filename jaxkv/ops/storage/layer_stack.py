@@ -56,6 +56,7 @@ class LayerView:
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
         ((2, 1, 4, 8), 3, [5, 2])
         """
+        # A layer out of range gets the index S * L, at which writes are skipped.
         numbers = jnp.arange(len(self.layer), dtype=jnp.int32) * self.layers + self.layer
         return jnp.where(self.is_in_range, numbers, self.all.shape[0])[streams]
 

@@ -107,7 +107,10 @@ class Quantised(Storage):
         lengths = pair_lengths(first, rope)
         scales = self._scales_for_lengths(lengths)
         scale = jnp.broadcast_to(expand_scales(scales, first.shape[-1]), first.shape)
+        # The elements of a pair may be in groups with different scales. The larger scale has the
+        # larger error.
         scale = map_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
+        # `lengths / scale` is the length in codes, whose unit is multiplied by the scale.
         unit = scale * rounding_unit(lengths / scale, self.dtype)
         moved = rope.rotate(round_to_grid(first, unit, rope), stop)
         return Quantised(codes=compute_codes(moved, scales, self.dtype), scales=scales)
@@ -115,6 +118,9 @@ class Quantised(Storage):
     def _scales_for_lengths(self, lengths: jax.Array) -> jax.Array:
         """Return scales for which codes do not overflow after a rotation to any position."""
         # Old scales that fit are kept, because each move with other scales would round differently.
+        # New scales give lengths of at most max_code - 1 unit. The grid adds at most 1 unit to a
+        # length, and storage at most 0.71 units. Therefore the new scales fit in all later
+        # rotations.
         max_code = largest_code(self.dtype)
         unit = rounding_unit(jnp.float32(max_code), self.dtype)
         groups = scale_groups(lengths.shape[-1])

@@ -19,6 +19,8 @@ from jaxkv.rope import Rope
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
+# Storage changes each element of a pair by at most 1/2 unit, and the pair by at most sqrt(2) / 2
+# units. Twice this error is sqrt(2).
 WIDTH = np.float32(2**0.5)
 """Width of the grid in units of the last place: at least twice the rounding error of a pair."""
 
@@ -54,6 +56,7 @@ def map_pairs(
     pairs = len(rope.frequencies)
     axis = -1 if rope.interleaved else -2
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    # Both elements of a pair get the result, since `flip` gives each element the other one.
     ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if rope.interleaved else (2, pairs)))
     both = combine(ab, jnp.flip(ab, axis)).reshape(turned.shape)
     return jnp.concatenate([both, rest], axis=-1)
@@ -66,4 +69,5 @@ def rounding_unit(x: Float[Array, "*n"], dtype: jnp.dtype) -> Float[Array, "*n"]
     info = jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000  # the exponent alone
     power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    # Numbers below the smallest normal number all have the rounding unit of this number.
     return jnp.maximum(power, np.float32(info.smallest_normal)) * np.float32(info.eps)

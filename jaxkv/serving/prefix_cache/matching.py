@@ -111,6 +111,8 @@ def _has_same_content(
     index: Int32[Array, " n"], hashes: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
     """Return a mask `[block]`: False at `index[i]` if `hashes[i]` is not `expected[index[i]]`."""
+    # Indices before the block are negative. Indices after the block are compared with 0, and the
+    # write skips the result.
     differs = (index >= 0) & (hashes != expected.at[index].get(**FILL, fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, **DROP)
 
@@ -120,6 +122,8 @@ def _has_unbroken_prefix(
 ) -> Bool[Array, " n"]:
     """Return whether all tokens before each position are in unshifted cells, or were evicted."""
     evicted_below, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
+    # The prefix is unbroken if the distinct own positions below a position are as many as the
+    # positions from `evicted_below` on. Other cells become END, and come last.
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < evicted_below, END, own_positions))
     first = jnp.concatenate([jnp.ones(1, bool), own_positions[1:] != own_positions[:-1]])
