@@ -221,7 +221,7 @@ def seq_cp(
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
-    evicted = jnp.where(is_sequence(cells, src), evicted_below_of_copy(cells, src, start, stop), 0)
+    evicted = evicted_below_of_copy(cells, src, start, stop)
     return replace(
         with_owners(cells, cells.owners | (gained[..., None] & to_word_mask(shared))),
         evicted_below=cells.evicted_below.at[
@@ -237,7 +237,7 @@ def evicted_below_of_copy(
     # The copy lacks the evicted positions of the range, which end at `mark`. If the range begins at
     # `mark` or later, it has no evicted position.
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
-    return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
+    return jnp.where(is_sequence(cells, seq) & (jnp.maximum(start, 0) < mark), mark, 0)
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:

@@ -230,7 +230,7 @@ def _queue_copies(
         # cell at which `count` is `rank + 1`.
         rank = index - num_copied[stream]
         these = is_own & (rank >= 0) & (rank < count[-1])
-        cell = jnp.searchsorted(count, rank + 1).astype(jnp.int32)
+        cell = search_sorted(count, rank + 1)
         # `whose` is [W]: bits of all targets that share the copy.
         whose = jax.lax.reduce_or(jnp.where(is_same_copy[i][:, None], owner, 0), axes=(0,))
 

@@ -175,8 +175,8 @@ def can_resume_after_copy(
     # `theirs` is the stream of `src`, and `ours` has the streams of the targets. A copy from
     # another stream replaces all cells of its target.
     (theirs, *_), (ours, *_) = locate_owner_bit(cells, src), locate_owner_bit(cells, dst)
-    replaced = theirs != ours
-    own_mark = jnp.where(replaced, 0, evicted_below[dst])
+    replaced = is_sequence(cells, src) & (theirs != ours)
+    own_mark = jnp.where(replaced | ~is_sequence(cells, dst), 0, evicted_below[dst])
     own_last = jnp.where(
         replaced, EMPTY, jax.vmap(lambda seq: jnp.max(sequence_positions(cells, seq)))(dst)
     )

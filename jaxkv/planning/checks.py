@@ -1,7 +1,7 @@
 """Checks of a batch before slots are chosen, for each pair of a token and one of its sequences.
 
 M, the number of pairs, is B, or B * n if tokens have up to n sequences. The argument `ids` is the
-sequence id of each pair, Q for padding; `ranks` is from `layout.rank_in_sequence`.
+sequence id of each pair, Q for padding.
 """
 
 from __future__ import annotations
@@ -114,25 +114,25 @@ def _find_faults(
     batch: Batch,
     ids: jax.Array,
     valid: jax.Array,
-    numbers: tuple[jax.Array, jax.Array],
+    ranks: tuple[jax.Array, jax.Array],
     last: jax.Array,
     has_diverged: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the `Reason`, expected position and actual position of each sequence's first fault."""
-    ranks, before = numbers
+    rank, before = ranks
     position = repeat_per_sequence(batch.positions, batch)
     after = last.at[ids].get(**FILL, fill_value=-1)
-    previous = jnp.where(ranks == 0, after, position[before])
+    previous = jnp.where(rank == 0, after, position[before])
     # The arrays below are [M], with an entry for each pair of a token and a sequence; `worst` is
     # [Q].
-    anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
+    anywhere = (rank == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
     right = ~valid | ((anywhere | (position == previous + 1)) & (position < END))
     negative = jnp.zeros_like(valid)
     if batch.tokens is not None:
         negative = valid & (repeat_per_sequence(batch.tokens, batch) < 0)
     right &= ~negative
     reason = jnp.select(
-        [right, negative, ranks == 0, position == previous, position < previous],
+        [right, negative, rank == 0, position == previous, position < previous],
         [
             Reason.OK,
             Reason.NEGATIVE_TOKEN,

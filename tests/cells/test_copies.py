@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxkv
@@ -117,6 +118,22 @@ def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     assert copies[1].cache.table.evicted_below.tolist() == [0, 0, 1, 0]
     cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
     assert refused(cache, 0, [1, 3])
+
+
+def test_seq_cp_traced_unknown_sequence_changes_nothing():
+    """Also if the last sequence, where an index past the end is clamped, has an evicted cell."""
+    parts = [
+        drawn("0{0} 1{0} | 0{3} 1{3} 2{3}", replace(NEAR, windows=(None,))),
+        drawn("0{0} 1{0} | . 1{3} 2{3}", NEAR),
+    ]
+    evicted = replace(parts[1].table, evicted_below=jnp.array([0, 0, 0, 1]))
+    parts[1] = jaxkv.cache.merge(evicted, parts[1].buffers)
+    cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
+    copy = jax.jit(jaxkv.seq_cp)
+    for src, dst in ((4, 0), (4, 3), (9, 2), (0, 4), (3, 7)):
+        answer = copy(cache, src, dst)
+        assert answer.ok, (src, dst)
+        assert_identical(answer.cache, cache)
 
 
 def test_seq_cp_two_words_of_owners():

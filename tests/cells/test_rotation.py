@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import Rope
 from jaxkv.ops.storage.forms import storage_of
+from jaxkv.ops.storage.quantised import Quantised
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import in_lanes
 
@@ -90,3 +91,20 @@ def test_update_501_times_is_as_exact_as_once(dtype, rope):
         wanted = rope.rotate(k, positions)
         errors[times] = np.linalg.norm(keys_of(moved(cache, -2, times)) - wanted)
     assert 0 < errors[501] < 1.5 * errors[1] and errors[1] < 3.2 * errors[0]
+
+
+@pytest.mark.parametrize("size", [8, 128, 160])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_rotation_of_rotated_keys_keeps_their_scales(dtype, size):
+    """Another scale is another grid, and the errors of the roundings would add up."""
+    keys = jax.random.normal(jax.random.key(0), (500, 1, size))
+    stored = Quantised.zeros(keys.shape, dtype).encode(keys)
+    rotate = jax.jit(partial(Quantised.rotate, rope=Rope.make(size)))
+    positions = np.array([0, 37, 5, 90, 11], np.int32)[:, None].repeat(500, axis=1)
+    scales = []
+    for start, stop in zip(positions[:-1], positions[1:], strict=True):
+        stored = rotate(stored, start, stop)
+        scales.append(np.asarray(stored.scales))
+    changed = [(later != scales[0]).any(axis=-1).mean() for later in scales[1:]]
+    # The grid of a float changes with the exponent of a pair, whose two groups have two scales.
+    assert max(changed) <= (0.01 if (dtype, size) == ("float8_e4m3fn", 160) else 0)

@@ -64,10 +64,9 @@ class Quantised(Storage):
     def encode(self, x: Float[Array, "... D"]) -> Quantised:
         """Quantise an array of the dtype `decoded_dtype`."""
         x = jax.lax.stop_gradient(x)
-        groups = scale_groups(x.shape[-1])
-        highest = [jnp.max(jnp.abs(x[..., group]), -1, keepdims=True) for group in groups]
+        highest = _largest_in_groups(jnp.abs(x))
         # A product is used, since only some compilers replace a division by a constant by it.
-        scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest_code(self.dtype))
+        scales = highest * np.float32(1 / largest_code(self.dtype))
         # A compiled maximum may drop a NaN; a sum does not.
         scales += jnp.sum(x - x, axis=-1, keepdims=True)
         return Quantised(codes=compute_codes(x, scales, self.dtype), scales=scales)
@@ -103,31 +102,32 @@ class Quantised(Storage):
 
     def rotate(self, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope) -> Quantised:
         """Rotate keys, rounded to the grid of `jaxkv.ops.storage.rotation`."""
-        first = rope.rotate(self.decode().astype(jnp.float32), -start)
+        # The scales of a head are kept if the points of the grid fit, because a grid of other
+        # scales would round the same key differently. The grid adds at most a unit of the largest
+        # scale of the head to a length. New scales have room for it, and fit in later rotations.
+        max_code = largest_code(self.dtype)
+        unit = rounding_unit(jnp.float32(max_code), self.dtype)
+        first = rope.rotate(self.decode(), -start)
         lengths = pair_lengths(first, rope)
-        scales = self._scales_for_lengths(lengths)
+        points = self._round_to_grid(first, lengths, self.scales, rope)
+        limit = self.scales * (max_code * np.float32(1 + 1e-5))
+        fits = jnp.all(_largest_in_groups(pair_lengths(points, rope)) <= limit, -1, keepdims=True)
+        longest = _largest_in_groups(lengths)
+        largest_scale = jnp.max(longest, -1, keepdims=True) / (max_code - unit)
+        scales = jnp.where(fits, self.scales, (longest + unit * largest_scale) / max_code)
+        moved = rope.rotate(self._round_to_grid(first, lengths, scales, rope), stop)
+        return Quantised(codes=compute_codes(moved, scales, self.dtype), scales=scales)
+
+    def _round_to_grid(
+        self, first: jax.Array, lengths: jax.Array, scales: jax.Array, rope: Rope
+    ) -> jax.Array:
+        """Round keys at position 0, with pairs of the given lengths, to the grid of some scales."""
         scale = jnp.broadcast_to(expand_scales(scales, first.shape[-1]), first.shape)
         # The elements of a pair may be in groups with different scales. The larger scale has the
         # larger error.
         scale = map_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
         # `lengths / scale` is the length in codes, whose unit is multiplied by the scale.
-        unit = scale * rounding_unit(lengths / scale, self.dtype)
-        moved = rope.rotate(round_to_grid(first, unit, rope), stop)
-        return Quantised(codes=compute_codes(moved, scales, self.dtype), scales=scales)
-
-    def _scales_for_lengths(self, lengths: jax.Array) -> jax.Array:
-        """Return scales for which codes do not overflow after a rotation to any position."""
-        # Old scales that fit are kept, because each move with other scales would round differently.
-        # New scales give lengths of at most max_code - 1 unit. The grid adds at most 1 unit to a
-        # length, and storage at most 0.71 units. Therefore the new scales fit in all later
-        # rotations.
-        max_code = largest_code(self.dtype)
-        unit = rounding_unit(jnp.float32(max_code), self.dtype)
-        groups = scale_groups(lengths.shape[-1])
-        longest = [jnp.max(lengths[..., group], axis=-1, keepdims=True) for group in groups]
-        longest = jnp.concatenate(longest, axis=-1)
-        fits = longest <= self.scales * (max_code + 0.75 * unit)
-        return jnp.where(fits, self.scales, longest / (max_code - unit))
+        return round_to_grid(first, scale * rounding_unit(lengths / scale, self.dtype), rope)
 
     def split_rows(self, heads_per_row: int, head_dim: int) -> Quantised:
         """Split rows into heads, without the scales of padding."""
@@ -146,6 +146,12 @@ def scale_groups(size: int) -> list[slice]:
     ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])
     """
     return [slice(first, min(first + SCALE_GROUP, size)) for first in range(0, size, SCALE_GROUP)]
+
+
+def _largest_in_groups(x: jax.Array) -> jax.Array:
+    """Return the largest element of each group of dimensions."""
+    groups = scale_groups(x.shape[-1])
+    return jnp.concatenate([jnp.max(x[..., group], -1, keepdims=True) for group in groups], -1)
 
 
 def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache
-from jaxkv.core.array_utils import DROP, FILL
+from jaxkv.core.array_utils import DROP, FILL, search_sorted
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.hybrid import HybridTable
@@ -127,6 +127,6 @@ def _has_unbroken_prefix(
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < evicted_below, END, own_positions))
     first = jnp.concatenate([jnp.ones(1, bool), own_positions[1:] != own_positions[:-1]])
-    below = jnp.cumsum(first, dtype=jnp.int32)[jnp.searchsorted(own_positions, positions) - 1]
-    below = jnp.where(jnp.searchsorted(own_positions, positions) == 0, 0, below)
+    distinct = jnp.pad(jnp.cumsum(first, dtype=jnp.int32), (1, 0))  # among the first n, for each n
+    below = distinct[search_sorted(own_positions, positions)]
     return below == jnp.maximum(positions - evicted_below, 0)
