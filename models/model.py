@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.ops.storage.forms import form_of_dtype
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.ignored_tensors import is_ignored
 from models.checkpoints.open import open_checkpoint
@@ -123,8 +124,8 @@ class Model:
 
         Args:
           dtype: dtype of the cache. The default is `cache_dtype` of the model or, if this is None,
-            the dtype of the params. An 8-bit dtype, such as "int8", applies to keys and values
-            only; recurrent states then have the dtype of the params.
+            the dtype of the params. A dtype of quantised keys and values, such as "int8", does not
+            apply to recurrent states, which then have the dtype of the params.
           options: other arguments of `jaxkv.make_cache`, such as `sequences` and `streams`. The
             arguments `cells`, `source_cells`, `max_rollback` and `full_windows` are described in
             `models.families.caches.options_of`. On a mesh that splits cells, the default
@@ -149,8 +150,7 @@ class Model:
         return dtype or self.cache_dtype or self.dtype
 
     def _spec(self, dtype: Any) -> jaxkv.CacheSpec:
-        # States cannot have 8 bits, since they have no scales.
-        of_states = self.dtype if jnp.dtype(dtype).itemsize == 1 else dtype
+        of_states = self.dtype if form_of_dtype(dtype).is_encoded else dtype
         return spec_of(self.family.layers_of(self.config, of_states))
 
     def _maker(self, dtype: Any, options: dict[str, Any]) -> Callable[..., jaxkv.Cache]:
@@ -378,8 +378,8 @@ def name_of(path: Any) -> str:
 
 
 def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:
-    """Raise `ModelError` if the cache has 8 bits and the model's values are slices of its keys."""
-    if dtype is None or jnp.dtype(dtype).itemsize > 1:
+    """Raise `ModelError` if keys are quantised and the model's values are slices of its keys."""
+    if dtype is None or not form_of_dtype(dtype).is_encoded:
         return
     if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):
         raise ModelError(

@@ -56,7 +56,7 @@ def score(
       prompts: A list of tokens for each of P prompts, or an array with -1 as padding. P divides Z:
         text i follows prompt `i // (Z // P)`.
       spec: Spec of the new cache. Each text gets a stream with the cells that it needs.
-      dtype: Dtype of keys and values, see `make_cache`. Keys and values of 8 bits have no gradient.
+      dtype: Dtype of keys and values, see `make_cache`. Quantised keys and values have no gradient.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:

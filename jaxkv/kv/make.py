@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
@@ -50,7 +49,7 @@ def make_attention_cache(
 ) -> Cache:
     """Implement `make_cache` for attention layers."""
     chosen = parse_placement(placement)
-    _check_dtype(dtype)
+    form_of_dtype(dtype)  # raises for a dtype without a form
     ubatch_size = check_count(ubatch_size, "ubatch_size")
     rollback = check_count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
     window_ubatch_size = None
@@ -235,21 +234,3 @@ def parse_placement(placement: str | Placement | None) -> Placement:
         f"a subclass of Placement, got {placement!r}; write 'striped:8' for eight devices that "
         f"split cells"
     )
-
-
-def _check_dtype(dtype_like: jax.typing.DTypeLike) -> None:
-    try:
-        dtype = jnp.dtype(dtype_like)
-    except TypeError:
-        raise TypeError(
-            f"expected a dtype for keys and values, got {dtype_like!r}; pass one, as jnp.bfloat16"
-        ) from None
-    signs = np.array([0.0, -1.0, np.nan])  # a stored key may be any of these
-    floating = jnp.issubdtype(dtype, jnp.floating) and np.array_equal(
-        signs.astype(dtype).astype(float), signs, equal_nan=True
-    )
-    if not floating and dtype != jnp.int8:
-        raise ValueError(
-            f"expected a floating dtype with signs and NaN or int8 for keys and values, got "
-            f"{dtype}; for 8 bits pass int8 or float8_e4m3fn"
-        )

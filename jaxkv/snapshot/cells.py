@@ -29,11 +29,11 @@ from jaxkv.kv.record import INITIAL, CellRecord
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.kv.table import CellTable
 from jaxkv.ops.storage.cell_arrays import gather, scatter
-from jaxkv.ops.storage.forms import form_of_dtype
+from jaxkv.ops.storage.forms import form_of_dtype, storage_in_snapshot
 from jaxkv.ops.storage.head_rows import A, join_heads
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
-from jaxkv.ops.storage.storage import Stored
+from jaxkv.ops.storage.storage import Storage, Stored
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
@@ -97,14 +97,12 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         static = {name: from_json(value) for name, value in description["static"].items()}
         static["placement"] = find_saved_placement(static["placement"], static.pop("shards"))
 
-        def saved_shape(name: str) -> tuple[np.dtype, tuple[int, ...]]:
-            return entries.get(name) or entries[f"{name}.codes"]
-
-        shapes = _buffer_shapes(sizes, static, ropes, description["latent"], saved_shape)
+        find = partial(storage_in_snapshot, entries=entries)
+        shapes = _buffer_shapes(sizes, static, ropes, description["latent"], find)
         table = CellTable(**empty_fields(stacked_layers=0, **sizes), **static)
 
         def zeros_as_saved(name: str, shape: Any) -> Stored:
-            dtype, _ = saved_shape(name)
+            dtype = find(name).dtype
             return form_of_dtype(dtype).zeros(shape.shape, dtype)
 
         k = tuple(zeros_as_saved(f"k.{i}", shape) for i, shape in enumerate(shapes.k))
@@ -291,12 +289,12 @@ def _buffer_shapes(
     static: dict[str, Any],
     ropes: tuple[Rope | NotGiven | None, ...],
     latent: list[list[int] | None],
-    form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
+    find: Callable[[str], Storage],
 ) -> Buffers:
     """Return the shapes of buffers from `make_cache`; raise for invalid sizes or static fields."""
     layers = range(len(ropes))
-    heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
-    values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
+    heads, keys = zip(*(find(f"k.{i}").shape[1:] for i in layers), strict=True)
+    values = [slice(*x) if (x := latent[i]) else find(f"v.{i}").shape[2] for i in layers]
     if static["ubatch_size"] is not None:
         check_count(static["ubatch_size"], "ubatch_size")
     spec = CacheSpec.attention(len(ropes), heads, keys, values, window=static["window"], rope=ropes)
@@ -305,7 +303,7 @@ def _buffer_shapes(
         make_attention_cache,
         spec,
         **sizes,
-        dtype=form("k.0")[0],
+        dtype=find("k.0").dtype,
         ubatch_size=1,
         max_rollback=sizes["cells"],
         placement=static["placement"],

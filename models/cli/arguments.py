@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
+from jaxkv.ops.storage.forms import ENCODED_DTYPES
 from models.chat.speaker import HOLDERS, OnFull
 from models.cli.help_texts import ARGUMENTS, COMMANDS
 from models.cli.numbers import MOST_CELLS, bytes_of, mesh_sizes, number, whole
@@ -128,7 +129,7 @@ def add_sampling(add: Add, *, temperature: float) -> None:
 def add_devices(add: Add) -> None:
     """Add the options for the dtypes and the mesh of params and cache."""
     add("--dtype", choices=DTYPES, default="float32")
-    add("--cache-dtype", choices=[*DTYPES, "int8", "float8_e4m3fn"])
+    add("--cache-dtype", choices=[*DTYPES, *ENCODED_DTYPES])
     add("--mesh", type=mesh_sizes, metavar="NAME=N,...")
 
 

@@ -16,10 +16,14 @@ from jax.sharding import AxisType
 import jaxkv
 from jaxkv import make_batch, snapshot
 from jaxkv.cache import merge
+from jaxkv.core.pytree import pytree_dataclass
+from jaxkv.kv.make import _make_arrays
+from jaxkv.ops.storage import forms
 from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.head_rows import split_rows_of_cells
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.ops.storage.quantised import Quantised
+from jaxkv.ops.storage.storage import Storage
 from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import file_bytes
@@ -214,6 +218,60 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     for options in wrong:
         with pytest.raises(ValueError, match="value_dim|values in keys|the dtype of this one"):
             snapshot.load(data, into=make(**options, cells=20))
+
+
+@pytree_dataclass
+class Halves(Storage):
+    """Halves of 16-bit numbers: another form, whose array does not have the shape of the keys."""
+
+    halves: jax.Array
+
+    dtype = jnp.dtype(jnp.bfloat16)
+    decoded_dtype = dtype
+
+    @classmethod
+    def zeros(cls, shape, dtype):
+        return cls(halves=jnp.zeros((*shape[:-1], 2 * shape[-1]), jnp.uint8))
+
+    @property
+    def shape(self):
+        return (*self.halves.shape[:-1], self.halves.shape[-1] // 2)
+
+    def encode(self, x):
+        halves = jax.lax.bitcast_convert_type(x, jnp.uint8)
+        return Halves(halves=halves.reshape(*x.shape[:-1], -1))
+
+    def decode(self):
+        pairs = jnp.asarray(self.halves).reshape(*self.shape, 2)
+        return jax.lax.bitcast_convert_type(pairs, self.dtype)
+
+    def rotate(self, start, stop, rope):
+        return self.encode(storage_of(self.decode()).rotate(start, stop, rope))
+
+    def split_rows(self, heads_per_row, head_dim):
+        return self
+
+
+@core
+def test_new_storage_form_gives_results_of_its_dtype(monkeypatch):
+    """Only `forms.py` knows the form; the verbs, attention and snapshots follow."""
+    cells = 22  # of no other cache, since programs are reused for equal arguments
+    plain = make(cells, dtype="bfloat16", streams=2)
+    monkeypatch.setattr(forms, "ENCODED_FORMS", (*forms.ENCODED_FORMS, Halves))
+    for module in ("kv.make", "snapshot.cells"):
+        monkeypatch.setattr(f"jaxkv.{module}.form_of_dtype", lambda dtype: Halves)
+    _make_arrays.clear_cache()
+    cache, form = make(cells, dtype="bfloat16", streams=2), {"dtype": "bfloat16"}
+    assert isinstance(cache.buffers.k[0], Halves) and cache.nbytes == plain.nbytes
+    batch = make_batch([[1, 2, 3], [4, 5]], sequences=[0, 2])
+    (ubatch,) = jaxkv.init_batch(cache, batch).ubatches
+    q, given, _ = arrays_for(ubatch, form)
+    (cache, out), (plain, wanted) = (attended(one, ubatch, q, *given) for one in (cache, plain))
+    np.testing.assert_allclose(out, wanted, rtol=1e-2, atol=1e-2)
+    for verb in VERBS:
+        cache, plain = verb(cache), verb(plain)
+        assert_alike(cache, plain, 0)
+    assert_alike(snapshot.load(snapshot.save(cache)), plain, 0)
 
 
 def test_snapshot_codes_without_scales_raises():

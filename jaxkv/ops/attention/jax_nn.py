@@ -46,7 +46,9 @@ def cudnn(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` with cuDNN."""
-    if q.dtype not in (jnp.float16, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
+    is_encoded = storage_of(k).is_encoded or storage_of(v).is_encoded
+    known = q.dtype in (jnp.float16, jnp.bfloat16)
+    if is_encoded or not known or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"expected queries, keys and values of float16, or of bfloat16, for 'cudnn', got "
             f"{q.dtype}, {k.dtype} and {v.dtype}; pass implementation=None"

@@ -52,19 +52,6 @@ class Plain(Storage):
         """Return the array."""
         return self.array
 
-    def logits(
-        self, q: Float[Array, "... X D"], dtype: jnp.dtype, *, keys_first: bool = False
-    ) -> Float[Array, "... _ _"]:
-        """Multiply queries with keys; return `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
-        form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
-        return jnp.einsum(form, q, self.array, preferred_element_type=dtype)
-
-    def weighted_values(self, weights: Float[Array, "... X C"]) -> Float[Array, "... X Dv"]:
-        """Multiply weights with values `[..., C, Dv]`, in the dtype of the weights."""
-        return jnp.einsum(
-            "...xc,...cd->...xd", weights, self.array, preferred_element_type=weights.dtype
-        )
-
     def rotate(self, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope) -> jax.Array:
         """Rotate keys; round keys of 16 bits to the grid of `jaxkv.ops.storage.rotation`."""
         if self.dtype.itemsize > 2:

@@ -190,6 +190,5 @@ def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def has_one_scale(x: PyTree) -> bool:
-    """Return True if each head has one scale, or if the array is not quantised."""
-    _, scales = codes_and_scales(x)
-    return scales is None or scales.shape[-1] == 1
+    """Return True for an array of floats, or if each head has one scale; False for other forms."""
+    return x.scales.shape[-1] == 1 if isinstance(x, Quantised) else not isinstance(x, Storage)

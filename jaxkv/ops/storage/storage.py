@@ -20,7 +20,7 @@ class Storage(ABC):
 
     An array of floats is wrapped in `Plain` to call these methods. Another form is a pytree of
     arrays `[S, K, N, ...]`, which replaces the array in the buffers. Copies, moves and snapshots
-    treat each array of the pytree alike, so they need no method.
+    treat each array of the pytree alike, so they need no method. `forms.py` lists the forms.
     """
 
     is_encoded = True
@@ -54,15 +54,18 @@ class Storage(ABC):
     def decode(self) -> Float[Array, "... D"]:
         """Return the keys or values as an array of floats."""
 
-    @abstractmethod
     def logits(
         self, q: Float[Array, "... X D"], dtype: jnp.dtype, *, keys_first: bool = False
     ) -> Float[Array, "... _ _"]:
         """Multiply queries with keys; return `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
+        form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
+        return jnp.einsum(form, q, self.decode(), preferred_element_type=dtype)
 
-    @abstractmethod
     def weighted_values(self, weights: Float[Array, "... X C"]) -> Float[Array, "... X Dv"]:
         """Multiply weights with values `[..., C, Dv]`, in the dtype of the weights."""
+        return jnp.einsum(
+            "...xc,...cd->...xd", weights, self.decode(), preferred_element_type=weights.dtype
+        )
 
     @abstractmethod
     def rotate(self, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope) -> Stored:
