@@ -14,6 +14,7 @@ from tests.helpers.steps import settle
 
 COUNT = 8
 NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.Window.sliding(4),))
+BLOCKS = Kind("chunks", cells=6, sequences=3, windows=(jaxkv.Window.chunked(4),))
 
 
 def plan_of(cache: Any, tokens: int | Sequence[int] = 1, sequences: Any = 0) -> jaxkv.Plan:

@@ -36,3 +36,21 @@ def texts_of(cache):
         for seq in owners:
             texts[seq].append((position, shift, *numbers))
     return [sorted(text) for text in texts]
+
+
+def assert_copied(cache, copied, parents, *bounds, merges=False):
+    """Each sequence has its parent's tokens in a range; all others are unchanged.
+
+    Within a stream a copy `merges` with the tokens of its target.
+    """
+    old, new = texts_of(cache), texts_of(copied)
+    first, end = bounds or (0, 2**31)
+    sharing = len(old) // cache.table.streams
+    for seq, text in enumerate(new):
+        parent = parents.get(seq, seq)
+        wanted = old[parent]
+        if parent != seq:
+            wanted = [token for token in wanted if first <= token[0] < end]
+        if merges and parent // sharing == seq // sharing:
+            wanted = sorted({*wanted, *old[seq]})
+        assert text == wanted, seq

@@ -15,17 +15,11 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
 from tests.helpers import caches
 from tests.helpers.caches import GROUPS, SMALL, WINDOW, assert_identical, attention_cache, drawn
-from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
 
-BIG = 2**31 - 1
 ADD, DIVIDE = partial(jaxkv.seq_add, delta=1), partial(jaxkv.seq_div, divisor=2)
 STATES = {"x": ((), jnp.float32)}
-
-
-def states():
-    return caches.recurrent_cache(1, STATES, sequences=3)
 
 
 def test_edits_traced_bounds_below_minus_one_are_refused():
@@ -40,25 +34,6 @@ def test_edits_traced_bounds_below_minus_one_are_refused():
     cut = jax.jit(lambda seq: jaxkv.seq_rm(cache, seq)[0])
     for seq in (2**32 - 1, 2**31, 3):
         assert_identical(cut(jnp.uint32(seq)), cache)
-
-
-@pytest.mark.parametrize("make", [SMALL.make, states], ids=["cells", "states"])
-def test_seq_add_or_token_to_int32_max_is_refused(make):
-    """2**31 - 1 is one past the last position."""
-    cache = make()
-    assert not jaxkv.init_batch(cache, make_batch([1], positions=[BIG])).ok
-    cache = settle(cache, jaxkv.init_batch(cache, make_batch([1], positions=[BIG - 1])))
-    assert cache.seq_pos_min(0) == BIG - 1
-    assert not jaxkv.init_batch(cache, make_batch([2])).ok
-    assert not jaxkv.seq_rm(cache, 0)[0].num_used_cells()
-    for delta in (1, 2, BIG):
-        assert not cache.can_seq_add(0, 0, -1, delta=delta)
-        same, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=delta)
-        assert not ok
-        assert_identical(same, cache)
-    assert cache.can_seq_add(0, 9, -1, delta=-5)
-    moved, ok = jaxkv.seq_add(cache, 0, 9, -1, delta=-5)
-    assert ok and moved.seq_pos_max(0) == BIG - 6
 
 
 def test_hybrid_cache_takes_smallest_limits_of_parts():

@@ -101,13 +101,3 @@ def test_make_batch_outputs_are_the_last_of_each_sequence():
     (ubatch,) = plan.ubatches
     logits = ubatch.tokens.reshape(-1)[ubatch.outputs]  # of a model that returns its input
     assert plan.gather_outputs([logits[:, None]])[:, 0].tolist() == [6, 7]
-
-
-@pytest.mark.core
-def test_rewind_takes_a_token_from_all_its_sequences():
-    """Trap 70: llama.cpp rolls an aborted token back in one of its sequences only."""
-    cache = drawn("0{0,1} 1{0,1}")
-    later = settle(cache, jaxkv.init_batch(cache, make_batch([1], sequences=[[0, 1]])))
-    assert later.seq_pos_max([0, 1]).tolist() == [2, 2]
-    back, ok = jaxkv.rewind(later, to=cache.table)
-    assert ok and drawing(back) == drawing(cache)

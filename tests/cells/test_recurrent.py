@@ -30,55 +30,6 @@ pytestmark = pytest.mark.core
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
 
 
-def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
-    cache = told(kept=0, counts=(3, 2)).cache
-    copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
-    assert not ok and cache.can_resume(0, 0)
-    assert_identical(copied, cache)
-    assert not jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=0).ok
-
-
-@pytest.mark.parametrize("kept", in_lanes([0, 3], [0]))
-def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
-    """Trap 68; and a cell is always free, for any order of forks and steps."""
-    twin = told(kept=kept, counts=(5, 0, 0))
-    twin.edit("seq_cp", 0, [1, 2])
-    assert twin.cache.num_used_cells() == kept + 1
-    for turn in range(5):
-        twin.edit("seq_cp", turn % 3, [(turn + 1) % 3])
-        for seq in (0, 2, 1):
-            assert twin.decode([seq] * (4 - turn % 4 // 2 * 2))
-            twin.compare()
-    assert twin.cache.num_used_cells() == 3 * (kept + 1)
-
-
-def test_seq_select_copies_of_one_and_of_three_states_get_separate_cells():
-    twin = edit_sequences.Twin("r", kept=2, sequences=4, streams=2)
-    assert twin.decode([0]) and twin.decode([1] * 4)
-    twin.edit("seq_select", [0, 1], [2, 3])
-    twin.compare()
-    assert twin.cache.num_used_cells() == 8
-
-
-@pytest.mark.parametrize("kept", [0, 2])
-def test_seq_cp_into_a_full_stream_takes_the_cells_of_its_target(kept):
-    twin = edit_sequences.Twin("r", kept=kept, sequences=4, streams=2)
-    for seq in range(4):
-        assert twin.decode([seq] * (kept + 1))
-    twin.edit("seq_cp", 0, [2])
-    twin.compare()
-    assert twin.cache.num_used_cells() == 4 * (kept + 1)
-
-
-def test_shifts_drop_earlier_states_at_the_position_of_a_later_one():
-    cache = told(kept=3, counts=(6,)).cache
-    assert cache.table.position[0].tolist() == [2, 3, 4, 5]
-    shifted, ok = jaxkv.seq_add(cache, 0, 5, -1, delta=-1)
-    assert ok and shifted.table.position[0].tolist() == [-1, 2, 3, 4]
-    divided, ok = jaxkv.seq_div(cache, 0, 4, -1, divisor=2)
-    assert ok and divided.table.position[0].tolist() == [-1, -1, -1, 2]
-
-
 @pytest.mark.parametrize("kept", in_lanes([0, 1, 3], [3]))
 def test_seq_rm_rollback_is_exact_or_refused(kept):
     """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""
@@ -93,30 +44,6 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
             states, end = (states - cut, end - cut) if granted else (states, end)
             assert [at for at, _ in states_of(twin.cache)] == [*range(end - states, end)]
             twin.compare()
-
-
-@pytest.mark.parametrize("kinds", in_lanes(["r", "ar"], ["ar"]))
-def test_seq_rm_from_the_first_position_removes_the_sequence(kinds):
-    """Also after shifts and copies."""
-    twin = edit_sequences.Twin(kinds, kept=1, sequences=4, streams=2)
-    assert twin.decode([0] * 4, positions=[5, 6, 7, 8])
-    past = twin.fork()
-    for start, stop in ((5, -1), (3, 9), (5, 100)):
-        assert twin.seq_rm(0, start, stop) and twin.cache.seq_pos_max(0) == -1
-        twin.compare()
-        twin.return_to(past)
-    assert not twin.seq_rm(0, 6) and not twin.seq_rm(0, 5, 8)
-    assert twin.cache.can_resume(0, 4) and not twin.cache.can_resume(0, 6)
-    for start, stop in ((0, 3), (4, 5)):  # no token
-        assert twin.seq_rm(0, start, stop) and twin.edit("seq_add", 0, start, stop, -5)
-        assert twin.cache.seq_pos_max(0) == 8
-    twin.edit("seq_cp", 0, [1, 2])
-    assert twin.edit("seq_add", 2, 0, -1, -4) and twin.edit("seq_select", [2], [3])
-    twin.compare()
-    assert not twin.edit("seq_add", 3, 0, -1, -2)  # the first position would be negative
-    for seq, first in ((0, 5), (1, 5), (2, 1), (3, 1)):
-        assert not twin.seq_rm(seq, first + 1, -1) and twin.seq_rm(seq, first, -1)
-        twin.compare()
 
 
 def test_edits_of_hybrid_change_all_parts_or_none():
@@ -150,41 +77,6 @@ def test_rewind_after_an_abort_is_exact_or_refused():
     twin.return_to(past)
     assert twin.decode([0] * 5 + [1] * 3)
     twin.compare()
-
-
-@partial(jax.jit, donate_argnames="buffers")
-def step(table, buffers, ubatch):
-    return split(walk(merge(table, buffers), ubatch, "ar")[0])
-
-
-def test_rewind_with_donated_buffers_finds_shared_states():
-    """Trap 71: states that a second sequence shares are never overwritten."""
-    twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
-    alone = twin.cache.table
-    twin.edit("seq_cp", 0, [2])
-    known = edit_sequences.kept_of(twin.cache.parts[-1])
-    shared, buffers = split(jax.tree.map(jnp.copy, twin.cache))
-    table, (plan, _) = shared, twin.plan([0] * 11, in_parts=True)
-    for ubatch in plan.ubatches:
-        table, buffers = step(table, buffers, ubatch)
-    for past in (alone, shared):  # the same cells
-        twin.cache, ok = jaxkv.rewind(merge(table, buffers), to=past)
-        assert ok and not twin.cache.is_current(plan.ubatches[0])  # its cells were written since
-    assert edit_sequences.kept_of(twin.cache.parts[-1]) == known
-
-
-def test_rewind_then_the_same_step_gives_the_same():
-    """A step of another stream does not prevent it."""
-    for streams, others in ((1, []), (3, [3])):
-        cache = tell(make(3, streams=streams), [1, 2])
-        ubatch = planned(cache, [3])
-        later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
-        back, ok = jaxkv.rewind(later, to=cache.table)
-        assert ok
-        assert_identical(settle(back, ubatch), back)  # stale: its cells were written since
-        again, same = walk(back, planned(back, [3]))
-        assert_identical(same, passed)
-        assert states_of(again) == states_of(later)
 
 
 @partial(jax.jit, donate_argnames="cache")

@@ -1,11 +1,19 @@
 """Rewinding: exact if the old cells are unchanged, refused otherwise."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import make_batch
+from jaxkv.cache import merge, split
 from tests.cells.plans import plan_of
-from tests.helpers.caches import Kind, assert_identical
+from tests.helpers import edit_sequences
+from tests.helpers.caches import Kind, assert_identical, drawing, drawn
+from tests.helpers.edit_sequences import make, planned, states_of, tell, walk
 from tests.helpers.steps import settle
 
 POOL = Kind("pool", cells=16, sequences=2)
@@ -82,3 +90,50 @@ def test_rewind_twice_knows_what_was_written_between():
     cut = cache.table
     back, ok = jaxkv.rewind(told(cache, 7), to=cut)  # in the cell of the 3
     assert ok and not jaxkv.rewind(back, to=full)[1]
+
+
+@partial(jax.jit, donate_argnames="buffers")
+def step(table, buffers, ubatch):
+    return split(walk(merge(table, buffers), ubatch, "ar")[0])
+
+
+@pytest.mark.core
+def test_rewind_with_donated_buffers_finds_shared_states():
+    """Trap 71: states that a second sequence shares are never overwritten."""
+    twin = edit_sequences.told(kept=1, counts=(3, 0, 0), kinds="ar")
+    alone = twin.cache.table
+    twin.edit("seq_cp", 0, [2])
+    known = edit_sequences.kept_of(twin.cache.parts[-1])
+    shared, buffers = split(jax.tree.map(jnp.copy, twin.cache))
+    table, (plan, _) = shared, twin.plan([0] * 11, in_parts=True)
+    for ubatch in plan.ubatches:
+        table, buffers = step(table, buffers, ubatch)
+    for past in (alone, shared):  # the same cells
+        twin.cache, ok = jaxkv.rewind(merge(table, buffers), to=past)
+        assert ok and not twin.cache.is_current(plan.ubatches[0])  # its cells were written since
+    assert edit_sequences.kept_of(twin.cache.parts[-1]) == known
+
+
+@pytest.mark.core
+def test_rewind_then_the_same_step_gives_the_same():
+    """A step of another stream does not prevent it."""
+    for streams, others in ((1, []), (3, [3])):
+        cache = tell(make(3, streams=streams), [1, 2])
+        ubatch = planned(cache, [3])
+        later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
+        back, ok = jaxkv.rewind(later, to=cache.table)
+        assert ok
+        assert_identical(settle(back, ubatch), back)  # stale: its cells were written since
+        again, same = walk(back, planned(back, [3]))
+        assert_identical(same, passed)
+        assert states_of(again) == states_of(later)
+
+
+@pytest.mark.core
+def test_rewind_takes_a_token_from_all_its_sequences():
+    """Trap 70: llama.cpp rolls an aborted token back in one of its sequences only."""
+    cache = drawn("0{0,1} 1{0,1}")
+    later = settle(cache, jaxkv.init_batch(cache, make_batch([1], sequences=[[0, 1]])))
+    assert later.seq_pos_max([0, 1]).tolist() == [2, 2]
+    back, ok = jaxkv.rewind(later, to=cache.table)
+    assert ok and drawing(back) == drawing(cache)

@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import merge, split
-from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
+from tests.helpers.caches import assert_identical, attention_cache, updated
 
 core = pytest.mark.core
 PLAIN = jaxkv.Rope.make(6, base=100.0)
@@ -24,7 +24,6 @@ ALL = (  # one for each layer; of keys of 6 numbers
     PLAIN.linear(factor=4.0),
     PLAIN.yarn(factor=4.0, original=64, base=100.0),
 )
-SHIFT = Kind("shift", cells=8, sequences=2)
 
 
 @partial(jax.jit, static_argnames="rope")
@@ -85,62 +84,3 @@ def test_update_rotates_more_keys_than_a_chunk():
     after = updated(jaxkv.seq_add(cache, 0, 10, -1, delta=3).cache)
     wanted = turned(raw, after.table.position[0, :600], PLAIN)
     np.testing.assert_allclose(keys_of(after, 0, 600), wanted, atol=3e-4)  # angles up to 600
-
-
-def added(cache, p0, p1, delta):
-    cache, ok = jaxkv.seq_add(cache, 0, p0, p1, delta=delta)
-    assert ok
-    return cache
-
-
-def test_seq_add_of_lists_equals_the_loop():
-    cache = drawn("0{0} 1{0} 2{0} 0{1} 1{1}", SHIFT)
-    ids, starts, ends, deltas = [0, 1, 0, 1], [1, 0, 2, 5], [-1, 1, -1, 9], [2, 2**31 - 2, -1, 7]
-    after, flags = cache, []
-    for seq, p0, p1, delta in zip(ids, starts, ends, deltas, strict=True):
-        after, ok = jaxkv.seq_add(after, seq, p0, p1, delta=delta)
-        flags.append(ok.item())
-    result = jaxkv.seq_add(cache, ids, starts, ends, delta=deltas)
-    assert_identical(result.cache, after)
-    assert result.ok.tolist() == flags == [True, True, True, True]
-    far = jax.jit(jaxkv.seq_add)(cache, np.array([0, 1]), [-2, 1], -1, delta=2**31 - 2)
-    assert [jaxkv.Reason(code).name for code in far.reason.tolist()] == [
-        "ARGUMENT_OUT_OF_RANGE",
-        "POSITION_OUT_OF_RANGE",
-    ]
-    assert_identical(far.cache, cache)
-
-
-@pytest.mark.parametrize(
-    ("before", "verb", "after"),
-    [
-        # Trap 10: a shared cell moves for every owner.
-        (
-            "0{0,1} 1{0,1} 2{0,1} 3{0}", lambda m: added(m, 2, -1, 5),
-            "0{0,1} 1{0,1} 7{0,1}+5 8{0}+5",
-        ),
-        # Trap 11: a position that turns negative frees the cell for all.
-        ("0{0,1} 1{0} 2{0}", lambda m: added(m, 0, -1, -2), ". . 0{0}-2"),
-        # Trap 12: shifts add up to one rotation.
-        ("0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 0, -1, -1), "2{0}+2 3{0}+2"),
-        # Trap 13: shifts that cancel leave none pending.
-        ("0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 3, -1, -3), "0{0} 1{0}"),
-        # Trap 14: a freed cell has no pending shift.
-        ("0{0} 8{0}+3", lambda m: jaxkv.seq_rm(m, 0, 8)[0], "0{0}"),
-        # Trap 15: after a division the shift is the new position minus the old one.
-        (
-            "3{0} 4{0} 5{0} 6{0} 7{0}", lambda m: jaxkv.seq_div(m, 0, 4, 8, divisor=2).cache,
-            "3{0} 2{0}-2 2{0}-3 3{0}-3 3{0}-4",
-        ),
-        # Trap 16: two cells then share a position, and removing it removes both.
-        ("0{0} 1{0} 1{0}-1 2{0}-1", lambda m: jaxkv.seq_rm(m, 0, 1, 2)[0], "0{0} . . 2{0}-1"),
-    ],
-)  # fmt: skip
-def test_seq_add_and_seq_div_move_positions(before, verb, after):
-    cache = drawn(before, SHIFT)
-    moved = verb(cache)
-    assert drawing(moved) == after
-    assert jaxkv.init_update(moved).num_changes == after.count("+") + after.count("-")
-    assert moved.buffers.k[0] is cache.buffers.k[0]
-    if after == before:  # returns the same object
-        assert updated(moved) is moved and jaxkv.init_batch(moved, jaxkv.make_batch([1])).ok

@@ -12,9 +12,8 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.window import Window, can_see
-from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
+from tests.cells.plans import BLOCKS, NEAR, one_by_one, plan_of, resumable
 from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
 from tests.helpers.parametrize import in_lanes
 from tests.helpers.steps import settle
@@ -24,7 +23,6 @@ SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
 MIXED = "2{0} 0{0} 1{0} 3{0} 4{0} 5{0}"
 POOL = Kind("pool", cells=4, sequences=2, windows=(Window.sliding(1),))
 SHORT = Kind("short", cells=3, sequences=3, windows=NEAR.windows)
-BLOCKS = Kind("chunks", cells=6, sequences=3, windows=(Window.chunked(4),))
 SINGLE = Kind("one cell of two words", cells=1, sequences=64, windows=NEAR.windows)
 EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
 
@@ -97,25 +95,6 @@ def test_evicted_sequence_continues_after_its_last_token_and_moves():
     assert not jaxkv.seq_cp(holed, 1, 0, 0, 4).ok
 
 
-def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
-    """Trap 29. llama.cpp reports success, and attention lacks cells."""
-    cache = one_by_one(NEAR.make(), 10)
-    assert cache.seq_pos_min(0) == 4
-    for start, mark in ((0, 4), (4, 0)):
-        fork = jaxkv.seq_cp(cache, 0, 1, start).cache
-        assert fork.table.evicted_below.tolist() == [4, mark, 0]
-    short, ok = jaxkv.seq_rm(cache, 0, 8)
-    assert ok and plan_of(short).ok and cache.can_resume(0, 8)
-    same, ok = jaxkv.seq_rm(cache, 0, 6)
-    assert not ok and not cache.can_resume(0, 6)
-    assert_identical(same, cache)
-    for emptied in (jaxkv.seq_rm(cache, 0)[0], jaxkv.seq_rm(cache, -1)[0], jaxkv.clear(cache)):
-        assert emptied.num_used_cells() == 0 and plan_of(emptied).ok
-    # Cells that the caller removes do not count as missing, as in a cache without a window.
-    holed, _ = jaxkv.seq_rm(drawn("0{0} 1{0} 2{0} 3{0}", NEAR), 0, 1, 3)
-    assert holed.table.evicted_below[0] == 0 and plan_of(holed).ok
-
-
 def test_hybrid_cache_resumes_where_all_parts_do():
     parts = [replace(NEAR, cells=8, windows=(jaxkv.Window.sliding(size),)) for size in (8, 3)]
     both = replace(NEAR, cells=8, windows=tuple(kind.windows[0] for kind in parts))
@@ -135,15 +114,6 @@ def test_edits_of_an_evicted_chunk_leave_a_certain_next_position_or_are_refused(
     assert ok and cache.can_resume(2, 4)
     cache, ok = jaxkv.seq_rm(cache, 2, 2, 3)
     assert ok
-
-
-@core
-def test_seq_cp_hybrid_of_an_evicted_chunk_ends_where_all_parts_do():
-    kinds = replace(BLOCKS, cells=8, windows=(None,)), replace(BLOCKS, cells=4)
-    parts = [drawn("0{0} 1{0} 2{0} 3{0}", kind) for kind in kinds]
-    cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
-    cache, ok = jaxkv.seq_cp(settle(cache, plan_of(cache, 4, 1)), 0, 2)
-    assert ok and cache.can_resume(2, 4)
 
 
 def test_apply_plan_made_before_marks_changed_is_stale():

@@ -9,9 +9,8 @@ import jaxkv
 from jaxkv import Reason
 from jaxkv.planning.planners import plan_next
 from tests.generation.tiny import load
-from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
+from tests.helpers.caches import SMALL, SPLIT, assert_identical, drawn, filled
 from tests.helpers.edit_sequences import StateKind, make, tell
-from tests.helpers.parametrize import in_lanes
 from tests.helpers.steps import settle
 
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
@@ -97,37 +96,3 @@ def test_plan_next_tells_which_sequences_fit():
 def test_plan_step_flags_may_be_integers():
     steps = [jaxkv.plan_step(SMALL.make(), [5, 6], active=on) for on in ([1, 0], [True, False])]
     assert_identical(*steps)
-
-
-@pytest.mark.parametrize("kind", in_lanes([SMALL, SPLIT, WINDOW], [SMALL], [SPLIT]), ids=str)
-def test_seq_rm_many_is_one_after_another(kind):
-    cache = wanted = started(kind)
-    cuts = [(1, 1, -1), (2, -1, 2), (2, 3, -1)]
-    for cut in cuts:
-        wanted, _ = jaxkv.seq_rm(wanted, *cut)
-    found, ok = jaxkv.seq_rm(cache, *zip(*cuts, strict=True))
-    assert_identical(found, wanted)
-    assert ok.tolist() == [True] * 3
-    found, _ = jaxkv.seq_rm(cache, [0, 1, 2], 1)
-    assert found.seq_pos_max([0, 1, 2]).tolist() == [0, 0, 0]
-
-
-@pytest.mark.core
-def test_seq_rm_many_refuses_each_by_itself():
-    """States allow a rollback of one step."""
-    cache = tell(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
-    cache, ok = jaxkv.seq_rm(cache, [0, 1, 2], [1, 2, 0])
-    assert ok.tolist() == [False, True, True]
-    assert cache.seq_pos_max([0, 1, 2]).tolist() == [2, 1, -1]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=str)
-def test_seq_select_traced_unknown_ids_change_nothing(kind):
-    cache = started(kind)
-    select = jax.jit(lambda *args: jaxkv.seq_select(*args).cache)
-    assert_identical(jaxkv.seq_select(cache, [], []).cache, cache)
-    for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):
-        assert_identical(select(cache, jnp.array(parents), jnp.array(ids)), cache)
-    last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # the last one of two counts
-    assert last.seq_pos_max([0, 1, 2]).tolist() == [1, 3, 3]

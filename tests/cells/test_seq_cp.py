@@ -1,4 +1,4 @@
-"""`seq_cp` and `seq_select` with one stream, with some, and with one for each sequence."""
+"""`seq_cp` with one stream, with some, and with one for each sequence."""
 
 from dataclasses import replace
 
@@ -8,31 +8,18 @@ import pytest
 import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.shift import CHUNK
-from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
+from tests.cells.plans import BLOCKS, plan_of
+from tests.cells.pools import FOUR, ONE, TWO, assert_copied, fed, noisy
+from tests.helpers import edit_sequences
 from tests.helpers.caches import Kind, assert_identical, drawing, drawn
+from tests.helpers.edit_sequences import told
+from tests.helpers.parametrize import in_lanes
+from tests.helpers.steps import settle
 
 pytestmark = pytest.mark.core
 LONG = Kind("long, two each", cells=600, sequences=6, streams=3)
 NEAR = Kind("window", cells=6, sequences=4, streams=2, windows=(jaxkv.Window.sliding(2),))
 WIDE = Kind("wide", cells=12, sequences=80, streams=2)
-
-
-def assert_copied(cache, copied, parents, *bounds, merges=False):
-    """Each sequence has its parent's tokens in a range; all others are unchanged.
-
-    Within a stream a copy `merges` with the tokens of its target.
-    """
-    old, new = texts_of(cache), texts_of(copied)
-    first, end = bounds or (0, 2**31)
-    sharing = len(old) // cache.table.streams
-    for seq, text in enumerate(new):
-        parent = parents.get(seq, seq)
-        wanted = old[parent]
-        if parent != seq:
-            wanted = [token for token in wanted if first <= token[0] < end]
-        if merges and parent // sharing == seq // sharing:
-            wanted = sorted({*wanted, *old[seq]})
-        assert text == wanted, seq
 
 
 @pytest.mark.parametrize(
@@ -127,15 +114,41 @@ def test_seq_cp_two_words_of_owners():
     assert copied.seq_pos_max([0, 33, 39, 40, 41, 78]).tolist() == [1, 1, 1, 0, 1, 1]
 
 
-@pytest.mark.parametrize("kind", [TWO, FOUR], ids=str)
-def test_seq_select_sequences_change_places(kind):
-    """Between streams; cells to copy are not reused, although they have no owner any longer."""
-    cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"
-    cache = noisy(cells, kind)
-    for select in (jaxkv.seq_select, jax.jit(jaxkv.seq_select)):
-        swapped, _ = select(cache, [2, 0, 0], [0, 2, 1])
-        assert_copied(cache, swapped, {0: 2, 1: 0, 2: 0})
-        if kind is TWO:
-            assert drawing(swapped) == "0{1} 1{1} 2{1} 0{0} 1{0} | . . 0{2} 1{2} 2{2}"
-            swapped, _ = jaxkv.seq_select(cache, [0, 1], [1, 0])
-            assert swapped.buffers.k[0] is cache.buffers.k[0]
+def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
+    cache = told(kept=0, counts=(3, 2)).cache
+    copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
+    assert not ok and cache.can_resume(0, 0)
+    assert_identical(copied, cache)
+    assert not jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=0).ok
+
+
+@pytest.mark.parametrize("kept", in_lanes([0, 3], [0]))
+def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
+    """Trap 68; and a cell is always free, for any order of forks and steps."""
+    twin = told(kept=kept, counts=(5, 0, 0))
+    twin.edit("seq_cp", 0, [1, 2])
+    assert twin.cache.num_used_cells() == kept + 1
+    for turn in range(5):
+        twin.edit("seq_cp", turn % 3, [(turn + 1) % 3])
+        for seq in (0, 2, 1):
+            assert twin.decode([seq] * (4 - turn % 4 // 2 * 2))
+            twin.compare()
+    assert twin.cache.num_used_cells() == 3 * (kept + 1)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_seq_cp_into_a_full_stream_takes_the_cells_of_its_target(kept):
+    twin = edit_sequences.Twin("r", kept=kept, sequences=4, streams=2)
+    for seq in range(4):
+        assert twin.decode([seq] * (kept + 1))
+    twin.edit("seq_cp", 0, [2])
+    twin.compare()
+    assert twin.cache.num_used_cells() == 4 * (kept + 1)
+
+
+def test_seq_cp_hybrid_of_an_evicted_chunk_ends_where_all_parts_do():
+    kinds = replace(BLOCKS, cells=8, windows=(None,)), replace(BLOCKS, cells=4)
+    parts = [drawn("0{0} 1{0} 2{0} 3{0}", kind) for kind in kinds]
+    cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
+    cache, ok = jaxkv.seq_cp(settle(cache, plan_of(cache, 4, 1)), 0, 2)
+    assert ok and cache.can_resume(2, 4)
