@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv.window import Window
 from tests.attention.formula import formula
 from tests.helpers.caches import attention_cache
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -45,7 +45,7 @@ CORE = CASES[2], CASES[5], CASES[7], CASES[10]
 
 
 @pytest.mark.parametrize(
-    ("how", "window", "streams"), in_lanes(CASES, fast=[CASES[0], CASES[9]], core=CORE), ids=str
+    ("how", "window", "streams"), mark_cases(CASES, fast=[CASES[0], CASES[9]], core=CORE), ids=str
 )
 def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
     forward, sees = model(how, window)

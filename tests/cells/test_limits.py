@@ -14,7 +14,14 @@ from jaxkv.core.hashing import hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
 from tests.helpers import caches
-from tests.helpers.caches import GROUPS, SMALL, WINDOW, assert_identical, attention_cache, drawn
+from tests.helpers.caches import (
+    GROUPS,
+    SMALL,
+    WINDOW,
+    assert_identical,
+    attention_cache,
+    parse_cache,
+)
 
 pytestmark = pytest.mark.core
 
@@ -24,7 +31,7 @@ STATES = {"x": ((), jnp.float32)}
 
 def test_edits_traced_bounds_below_minus_one_are_refused():
     """Such as the last n tokens of fewer; an unsigned id out of range is unknown."""
-    cache = drawn("0{0} 1{0} 0{1}")
+    cache = parse_cache("0{0} 1{0} 0{1}")
     for edit in (jaxkv.seq_rm, partial(jaxkv.seq_cp, dst=2), ADD, DIVIDE):
         changed = jax.jit(lambda bounds, edit=edit: edit(cache, 0, p0=bounds[0], p1=bounds[1]))
         for bounds in ((-2, -1), (0, -7), (-(2**31) + 1, 1)):
@@ -47,9 +54,9 @@ def test_hybrid_cache_takes_smallest_limits_of_parts():
 
 def test_spared_counts_each_owner_of_a_cell_but_one():
     """Per stream, and in words after the first; the engine uses it to reserve cells."""
-    table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", caches.GROUPS).table
+    table = parse_cache("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", caches.GROUPS).table
     assert table.num_cells_saved_by_sharing().tolist() == [1, 2]
-    table = drawn("0{0,1,39} 1{0,39}", caches.WIDE).table
+    table = parse_cache("0{0,1,39} 1{0,39}", caches.WIDE).table
     assert table.num_cells_saved_by_sharing().tolist() == [3]
 
 
@@ -75,9 +82,9 @@ def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wa
 def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     """With blocks of 5 in 12 cells, the last block overlaps the one before it."""
     monkeypatch.setattr(cells, "BLOCK", size)
-    table = drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}").table
+    table = parse_cache("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}").table
     assert table.sequence_status(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
-    table = drawn("0{0} | 0{2} 1{2}", GROUPS).table
+    table = parse_cache("0{0} | 0{2} 1{2}", GROUPS).table
     assert table.sequence_status(jnp.arange(4) > 1).last.tolist() == [-1, -1, 1, -1]
 
 

@@ -3,16 +3,24 @@
 import pytest
 
 import jaxkv
-from tests.cells.plans import NEAR, one_by_one, plan_of
+from tests.cells.plans import NEAR, plan_of
 from tests.helpers import edit_sequences
-from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
-from tests.helpers.edit_sequences import make, tell
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.caches import (
+    SMALL,
+    SPLIT,
+    WINDOW,
+    assert_identical,
+    fill_cache,
+    parse_cache,
+)
+from tests.helpers.edit_sequences import make, run_rows
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import add_tokens
 
 
-@pytest.mark.parametrize("kind", in_lanes([SMALL, SPLIT, WINDOW], [SMALL], [SPLIT]), ids=str)
+@pytest.mark.parametrize("kind", mark_cases([SMALL, SPLIT, WINDOW], [SMALL], [SPLIT]), ids=str)
 def test_seq_rm_many_is_one_after_another(kind):
-    cache = wanted = filled(3, 2, 4, kind=kind)
+    cache = wanted = fill_cache(3, 2, 4, kind=kind)
     cuts = [(1, 1, -1), (2, -1, 2), (2, 3, -1)]
     for cut in cuts:
         wanted, _ = jaxkv.seq_rm(wanted, *cut)
@@ -26,7 +34,7 @@ def test_seq_rm_many_is_one_after_another(kind):
 @pytest.mark.core
 def test_seq_rm_many_refuses_each_by_itself():
     """States allow a rollback of one step."""
-    cache = tell(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
+    cache = run_rows(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
     cache, ok = jaxkv.seq_rm(cache, [0, 1, 2], [1, 2, 0])
     assert ok.tolist() == [False, True, True]
     assert cache.seq_pos_max([0, 1, 2]).tolist() == [2, 1, -1]
@@ -34,7 +42,7 @@ def test_seq_rm_many_refuses_each_by_itself():
 
 def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     """Trap 29. llama.cpp reports success, and attention lacks cells."""
-    cache = one_by_one(NEAR.make(), 10)
+    cache = add_tokens(NEAR.make(), [1] * 10, each=1)
     assert cache.seq_pos_min(0) == 4
     for start, mark in ((0, 4), (4, 0)):
         fork = jaxkv.seq_cp(cache, 0, 1, start).cache
@@ -47,12 +55,12 @@ def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     for emptied in (jaxkv.seq_rm(cache, 0)[0], jaxkv.seq_rm(cache, -1)[0], jaxkv.clear(cache)):
         assert emptied.num_used_cells() == 0 and plan_of(emptied).ok
     # Cells that the caller removes do not count as missing, as in a cache without a window.
-    holed, _ = jaxkv.seq_rm(drawn("0{0} 1{0} 2{0} 3{0}", NEAR), 0, 1, 3)
+    holed, _ = jaxkv.seq_rm(parse_cache("0{0} 1{0} 2{0} 3{0}", NEAR), 0, 1, 3)
     assert holed.table.evicted_below[0] == 0 and plan_of(holed).ok
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kinds", in_lanes(["r", "ar"], ["ar"]))
+@pytest.mark.parametrize("kinds", mark_cases(["r", "ar"], ["ar"]))
 def test_seq_rm_from_the_first_position_removes_the_sequence(kinds):
     """Also after shifts and copies."""
     twin = edit_sequences.Twin(kinds, kept=1, sequences=4, streams=2)

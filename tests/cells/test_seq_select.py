@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from tests.cells.pools import FOUR, TWO, assert_copied, noisy
+from tests.cells.pools import FOUR, TWO, assert_copied, parse_random
 from tests.helpers import edit_sequences
-from tests.helpers.caches import SMALL, SPLIT, assert_identical, drawing, filled
+from tests.helpers.caches import SMALL, SPLIT, assert_identical, drawing, fill_cache
 
 
 @pytest.mark.core
@@ -15,7 +15,7 @@ from tests.helpers.caches import SMALL, SPLIT, assert_identical, drawing, filled
 def test_seq_select_sequences_change_places(kind):
     """Between streams; cells to copy are not reused, although they have no owner any longer."""
     cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"
-    cache = noisy(cells, kind)
+    cache = parse_random(cells, kind)
     for select in (jaxkv.seq_select, jax.jit(jaxkv.seq_select)):
         swapped, _ = select(cache, [2, 0, 0], [0, 2, 1])
         assert_copied(cache, swapped, {0: 2, 1: 0, 2: 0})
@@ -28,7 +28,7 @@ def test_seq_select_sequences_change_places(kind):
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=str)
 def test_seq_select_traced_unknown_ids_change_nothing(kind):
-    cache = filled(3, 2, 4, kind=kind)
+    cache = fill_cache(3, 2, 4, kind=kind)
     select = jax.jit(lambda *args: jaxkv.seq_select(*args).cache)
     assert_identical(jaxkv.seq_select(cache, [], []).cache, cache)
     for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):

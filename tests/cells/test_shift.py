@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import merge, split
-from tests.helpers.caches import assert_identical, attention_cache, updated
+from tests.helpers.caches import apply_update, assert_identical, attention_cache
 
 core = pytest.mark.core
 PLAIN = jaxkv.Rope.make(6, base=100.0)
@@ -32,7 +32,7 @@ def rotate(x, positions, rope):
 
 
 @functools.cache
-def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
+def make_rotated_cache(*, tokens=6, cells=8, ropes=(PLAIN,)):
     """A cache of tokens 0, 1, 2 ... of sequence 0, and their keys before rotation, `[T, K, D]`."""
     sizes = dict(layers=len(ropes), cells=cells, kv_heads=2, head_dim=6, sequences=2)
     table, buffers = split(attention_cache(**sizes, rope=ropes))
@@ -41,12 +41,12 @@ def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
     position_of = jnp.where(there, position, table.position)
     table = replace(table, position=position_of, owners=there[None].astype(jnp.uint32))
     raw = jax.random.normal(jax.random.key(0), (cells, 2, 6))
-    keys = tuple(turned(raw, position, rope).transpose(1, 0, 2)[None] for rope in ropes)
+    keys = tuple(rotate_keys(raw, position, rope).transpose(1, 0, 2)[None] for rope in ropes)
     values = (raw.transpose(1, 0, 2)[None],) * len(ropes)
     return merge(table, replace(buffers, k=keys, v=values)), np.asarray(raw)[:tokens]
 
 
-def turned(keys, positions, rope):
+def rotate_keys(keys, positions, rope):
     return keys if rope is None else rope.rotate(keys[None], positions[None])[0]
 
 
@@ -62,14 +62,14 @@ def test_update_equals_rotating_from_scratch(ropes):
 
     The attention factor of YaRN is applied once (trap 91).
     """
-    cache, raw = rotated(ropes=ropes)
+    cache, raw = make_rotated_cache(ropes=ropes)
     moved = jaxkv.seq_add(jaxkv.seq_div(cache, 0, 2, 5, divisor=3).cache, 0, 1, -1, delta=7).cache
-    after = updated(moved)
+    after = apply_update(moved)
     assert jaxkv.init_update(moved).num_changes == 5 and not after.table.shift.any()
     stays = np.asarray(moved.table.shift[0, :6] == 0)
     for layer, rope in enumerate(ropes):
         keys, before = keys_of(after, layer), keys_of(cache, layer)
-        wanted = turned(raw, after.table.position[0, :6], rope)
+        wanted = rotate_keys(raw, after.table.position[0, :6], rope)
         np.testing.assert_allclose(keys, wanted, atol=2e-6)
         np.testing.assert_array_equal(keys[stays], before[stays])
         first = 0 if rope is None else 2 * len(rope.frequencies)
@@ -80,7 +80,7 @@ def test_update_equals_rotating_from_scratch(ropes):
 
 @core
 def test_update_rotates_more_keys_than_a_chunk():
-    cache, raw = rotated(cells=700, tokens=600)
-    after = updated(jaxkv.seq_add(cache, 0, 10, -1, delta=3).cache)
-    wanted = turned(raw, after.table.position[0, :600], PLAIN)
+    cache, raw = make_rotated_cache(cells=700, tokens=600)
+    after = apply_update(jaxkv.seq_add(cache, 0, 10, -1, delta=3).cache)
+    wanted = rotate_keys(raw, after.table.position[0, :600], PLAIN)
     np.testing.assert_allclose(keys_of(after, 0, 600), wanted, atol=3e-4)  # angles up to 600

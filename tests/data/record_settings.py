@@ -33,7 +33,7 @@ LARGEST = 3_000_000  # bytes of the weights of a variant
 #   every setting has an effect.
 # coarse: settings that are 0.05, or a change has no effect.
 # dead: settings of training, of labels, of what is returned, and of generation: changed together.
-# values: values instead of those by the rule in `others`.
+# values: values instead of those by the rule in `other_values`.
 # kinds: kinds of layers of a model with a list of them, each for a third layer and beyond too.
 # undeclared: keys that the class of a family does not declare, but files of it or of others have.
 # several: several keys changed, as an older file has them.
@@ -166,7 +166,7 @@ def rope_changes(family: str, base: Config) -> Iterator[tuple[str, Config, tuple
         yield "original_max_position_embeddings: beside yarn", outside, ()
 
 
-def others(key: str, value: Any) -> list[Any]:
+def other_values(key: str, value: Any) -> list[Any]:
     """Return other values of a key."""
     if key in CHANGED["values"]:
         return [one for one in CHANGED["values"][key] if one != value]
@@ -198,7 +198,7 @@ def changes(family: str, base: Config) -> Iterator[tuple[str, Config, tuple[str,
         if key in KEPT or key == "rope_parameters" or key.startswith("_"):
             continue
         value = base.get(key)
-        for one in others(key, value) or ([filled[key]] if key in filled else []):
+        for one in other_values(key, value) or ([filled[key]] if key in filled else []):
             yield f"{key}: {json.dumps(one)}", {key: one}, ()
     for key in base:
         if key not in KEPT:
@@ -256,10 +256,10 @@ def logits_of(family: str, net: Any) -> np.ndarray:
     logits = net.double()(**given, use_cache=False).logits[0].numpy()
     if not np.isfinite(logits).all():
         raise ArithmeticError("logits are not finite")
-    return recorded.projected(logits)
+    return recorded.project_logits(logits)
 
 
-def run(family: str, folder: Path) -> np.ndarray:
+def load_and_run(family: str, folder: Path) -> np.ndarray:
     net, info = auto_class(family).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -302,7 +302,7 @@ def record(family: str) -> None:
                     recorded.random_tensors(shapes), folder / "model.safetensors", {"format": "pt"}
                 )
                 at = "forward"
-                variant["logits"] = run(family, folder)
+                variant["logits"] = load_and_run(family, folder)
             except MemoryError:
                 continue
             except Exception as error:

@@ -42,12 +42,14 @@ def content(shapes: recorded.Shapes) -> Content:
     return {name: (name, shape, "F32") for name, shape in shapes.items()}
 
 
-def of(name: str, like: Content, at: str, kind: str = "F32") -> tuple[str, tuple[int, ...], str]:
+def tensor_like(
+    name: str, like: Content, at: str, kind: str = "F32"
+) -> tuple[str, tuple[int, ...], str]:
     """Values that follow from `name`, with the shape of tensor `at`."""
     return name, like[at][1], kind
 
 
-def renamed(one: Content, *pairs: tuple[str, str]) -> Content:
+def rename_tensors(one: Content, *pairs: tuple[str, str]) -> Content:
     """Tensors under other names, with the same values."""
     out = {}
     for name, value in one.items():
@@ -74,7 +76,7 @@ def heads(bases: dict[str, recorded.Variant]) -> Iterator[Case]:
     for family, base in bases.items():
         embedding = EMBEDDINGS.get(family, "model.embed_tokens.weight")
         tensors = content(base.shapes)
-        head = {HEAD: of(HEAD, tensors, embedding)}
+        head = {HEAD: tensor_like(HEAD, tensors, embedding)}
         neither = without(tensors, HEAD)
         for tied in (True, False, None):
             config = base.config | {"tie_word_embeddings": tied}
@@ -93,7 +95,7 @@ def gemmas(base: recorded.Variant) -> Iterator[Case]:
         k: v for k, v in base.config.items() if k not in ("tie_word_embeddings", "architectures")
     }
     names = ("^model", "language_model.model"), ("^lm_head", "language_model.lm_head")
-    head = {"language_model.lm_head.weight": of(HEAD, text, "model.embed_tokens.weight")}
+    head = {"language_model.lm_head.weight": tensor_like(HEAD, text, "model.embed_tokens.weight")}
     for top in (True, False, None):
         for below in (True, False, None):
             for present in (True, False):
@@ -105,7 +107,7 @@ def gemmas(base: recorded.Variant) -> Iterator[Case]:
                     "architectures": ["Gemma3ForConditionalGeneration"],
                 }
                 config |= {} if top is None else {"tie_word_embeddings": top}
-                tensors = renamed(text, *names) | (head if present else {})
+                tensors = rename_tensors(text, *names) | (head if present else {})
                 has = "head" if present else "no head"
                 name = f"gemma3: top tied {top}, text tied {below}, {has}"
                 yield name, "gemma3", config, {FILE: tensors}, {}
@@ -119,7 +121,7 @@ def gemmas(base: recorded.Variant) -> Iterator[Case]:
         ("^model", "model.text_model"),
         ("^model\\.", ""),
     ]:
-        tensors = renamed(text, (old, new)) | tops
+        tensors = rename_tensors(text, (old, new)) | tops
         yield f"gemma3: names of {new or 'nothing'}", "gemma3", config, {FILE: tensors}, {}
 
 
@@ -131,7 +133,7 @@ def idefics(base: recorded.Variant) -> Iterator[Case]:
     for tied in (None, True, False):
         tie = {} if tied is None else {"tie_word_embeddings": tied}
         for new in ("model.text_model", "model.language_model", "model"):
-            tensors = renamed(text, ("^model", new))
+            tensors = rename_tensors(text, ("^model", new))
             yield (
                 f"idefics3: names of {new}, tied {tied}",
                 "idefics3",
@@ -155,17 +157,17 @@ def names(base: recorded.Variant) -> Iterator[Case]:
         "_orig_mod.model.",
         "base_model.model.model.",
     ):
-        tensors = renamed(text, (r"^model\.", new))
+        tensors = rename_tensors(text, (r"^model\.", new))
         yield f"llama: names of {new or 'nothing'}", "llama", config, {FILE: tensors}, {}
-    tensors = without(renamed(text, (r"^model\.", "")), HEAD)
+    tensors = without(rename_tensors(text, (r"^model\.", "")), HEAD)
     yield "llama: names of nothing, no head", "llama", config, {FILE: tensors}, {}
     tied = config | {"tie_word_embeddings": True}
     yield "llama: names of nothing, no head, tied", "llama", tied, {FILE: tensors}, {}
-    half = renamed(text, (r"^model\.layers\.0\.", "layers.0."))
+    half = rename_tensors(text, (r"^model\.layers\.0\.", "layers.0."))
     yield "llama: names of nothing in one layer", "llama", config, {FILE: half}, {}
-    both = text | {"norm.weight": of("other.norm.weight", text, "model.norm.weight")}
+    both = text | {"norm.weight": tensor_like("other.norm.weight", text, "model.norm.weight")}
     yield "llama: a norm under both names", "llama", config, {FILE: both}, {}
-    whole = renamed(
+    whole = rename_tensors(
         text, ("^model", "language_model.model"), ("^lm_head", "language_model.lm_head")
     )
     yield "llama: all names of language_model", "llama", config, {FILE: whole}, {}
@@ -312,21 +314,21 @@ def t5s(base: recorded.Variant) -> Iterator[Case]:
             ["decoder.embed_tokens.weight"],
             ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD],
         ):
-            more = {name: of(name, tensors, shared) for name in names}
+            more = {name: tensor_like(name, tensors, shared) for name in names}
             title = " and ".join(name.removesuffix(".weight") for name in names)
             yield f"t5: tied {tied}, own {title}", "t5", config, {FILE: tensors | more}, {}
-        more = {"encoder.embed_tokens.weight": of(shared, tensors, shared)}
+        more = {"encoder.embed_tokens.weight": tensor_like(shared, tensors, shared)}
         alone = without(tensors, shared) | more
         yield f"t5: tied {tied}, encoder.embed_tokens alone", "t5", config, {FILE: alone}, {}
     config = base.config
     none = without(tensors, "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")
     yield "t5: no relative_attention_bias", "t5", config, {FILE: none}, {}
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    more = {bias.replace("block.0", "block.1"): of("other." + bias, tensors, bias)}
+    more = {bias.replace("block.0", "block.1"): tensor_like("other." + bias, tensors, bias)}
     yield "t5: relative_attention_bias of block 1", "t5", config, {FILE: tensors | more}, {}
     bias = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     more = {
-        bias: of(
+        bias: tensor_like(
             bias, tensors, "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         )
     }
@@ -350,7 +352,7 @@ def load(family: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     return net.eval(), {key: sorted(map(str, value)) for key, value in info.items() if value}
 
 
-def named(values: torch.Tensor, candidates: list[str]) -> str:
+def find_name(values: torch.Tensor, candidates: list[str]) -> str:
     """Return the first name whose random values are the given ones."""
     for name in candidates:
         if (recorded.random_tensor(name, tuple(values.shape)) == values.numpy()).all():
@@ -407,12 +409,12 @@ def main() -> None:
                 info = {key: value for key, value in info.items() if value}
                 one |= info
                 sources = [f"{old}{key}" for old in ("", "old.") for key in embeddings]
-                head = named(net.get_output_embeddings().weight, sources)
-                embed = named(net.get_input_embeddings().weight, sources)
+                head = find_name(net.get_output_embeddings().weight, sources)
+                embed = find_name(net.get_input_embeddings().weight, sources)
                 said = f"head={head} embed={embed}"
                 if family == "t5":
-                    said += f" encoder={named(net.encoder.embed_tokens.weight, sources)}"
-                    said += f" decoder={named(net.decoder.embed_tokens.weight, sources)}"
+                    said += f" encoder={find_name(net.encoder.embed_tokens.weight, sources)}"
+                    said += f" decoder={find_name(net.decoder.embed_tokens.weight, sources)}"
                 if "missing_keys" not in info:
                     one["logits"] = logits_of(family, net)
             except Exception as error:

@@ -188,7 +188,7 @@ def plan_rows(cache: Any, tokens: Any, valid: Any, positions: Any = None) -> jax
 
 
 def _weights() -> dict[str, np.ndarray]:
-    """Make the constant weights of `think` on the CPU: an import must not initialise devices."""
+    """Make the weights of `run_model` on the CPU: an import must not initialise devices."""
     rng, width, narrow = np.random.default_rng(0), 2 * HEADS * SIZE, HEADS * SIZE
     shapes = {"embedding": (VOCABULARY, width)}
     sizes = {"q": width, "k": narrow, "v": narrow, "out": width}
@@ -202,7 +202,7 @@ WEIGHTS = _weights()
 
 
 @jax.jit
-def think(step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
+def run_model(step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
     """Run a tiny transformer; the step, and logits `[O, V]`."""
     x, heads = jnp.asarray(WEIGHTS["embedding"])[step.tokens], (*step.valid.shape, -1, SIZE)
     for layer in range(LAYERS):
@@ -215,24 +215,24 @@ def think(step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
 
 
 @jax.jit
-def advance(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+def run_ubatch(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
     """Run the tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
-    step, logits = think(jaxkv.apply(cache, ubatch))
+    step, logits = run_model(jaxkv.apply(cache, ubatch))
     return step.cache, logits
 
 
-def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, jax.Array]:
+def run_batch(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, jax.Array]:
     """Plan a batch that fits and run it; the cache, and logits in the order of the batch."""
     plan = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check()
     logits = []
     for ubatch in plan.ubatches:
-        cache, out = advance(cache, ubatch)
+        cache, out = run_ubatch(cache, ubatch)
         logits.append(out)
     return cache, plan.gather_outputs(logits)
 
 
 @functools.cache
-def filled(*counts: int, kind: Kind = SMALL) -> Any:
+def fill_cache(*counts: int, kind: Kind = SMALL) -> Any:
     """Make a cache with `counts` tokens of sequences 0, 1, 2 ..., buffers included.
 
     All tests share it; donating it is not allowed.
@@ -241,15 +241,15 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
     for seq, count in enumerate(counts):
         for start in range(0, count, 4):
             tokens = range(start + 1, min(start + 4, count) + 1)
-            cache, _ = run(cache, jaxkv.make_batch(tokens, sequences=seq))
+            cache, _ = run_batch(cache, jaxkv.make_batch(tokens, sequences=seq))
     return cache
 
 
-def updated(cache: Any) -> Any:
+def apply_update(cache: Any) -> Any:
     return jaxkv.apply(cache, jaxkv.init_update(cache))
 
 
-def drawn(cells: str, kind: Kind = SMALL) -> Any:
+def parse_cache(cells: str, kind: Kind = SMALL) -> Any:
     """Make a cache from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
 
     A third part, as in `7{0}+5`, is the pending shift. `|` separates streams, and omitted cells are
@@ -271,7 +271,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
 
 
 def drawing(cache: Any) -> str:
-    """Draw the cells of a cache as `drawn` reads them, each stream up to its last used cell."""
+    """Draw cells as `parse_cache` reads them, each stream up to its last used cell."""
     cells, lines = cells_of(cache.table), []
     for stream in range(cache.table.streams):
         used = [index for where, index in cells if where == stream]
@@ -380,7 +380,7 @@ class Oracles(list[Side]):
         asks = Counter(seq for token in tokens for seq in token.owners)
         fits, lacks = set(), set()
         for seq in sorted(set(asks) - set(faults), key=lambda seq: (asks[seq], seq)):
-            _, again = self._plan(only(tokens, {*fits, seq}), ubatch_size)
+            _, again = self._plan(keep_sequences(tokens, {*fits, seq}), ubatch_size)
             (fits if all(plan.ok for plan in again) else lacks).add(seq)
         for seq in lacks:
             stream = self[0].stream(seq)
@@ -407,7 +407,7 @@ class Oracles(list[Side]):
         return faults, plans
 
 
-def only(tokens: Sequence[Token], kept: set[int]) -> list[Token]:
+def keep_sequences(tokens: Sequence[Token], kept: set[int]) -> list[Token]:
     """The tokens of some sequences, as of `Batch.keep_sequences`."""
     pairs = [(token, sorted(token.owners & kept)) for token in tokens]
     return [
@@ -433,7 +433,7 @@ def edit(verb: str, cache: Any, *args: Any) -> tuple[Any, Any]:
     return found
 
 
-def lost(tree: Any) -> Any:
+def delete_copy(tree: Any) -> Any:
     """A copy whose arrays are deleted, as donation does."""
     copy = jax.tree.map(jnp.copy, tree)
     jax.tree.map(lambda x: x.delete(), copy)

@@ -123,7 +123,7 @@ class Oracle(Side):
         return sorted((cell.position, self.contents[p]) for p, cell in held if cell.position >= low)
 
     def refusal(self, verb: str) -> str:
-        """The reason of a refused verb."""
+        """The reason of a refused edit."""
         return "OUT_OF_CELLS"
 
     def has_lost(self, stream: int) -> bool:
@@ -185,7 +185,7 @@ class Oracle(Side):
         """Free and hidden cells, in the order of their use."""
         return self.free(stream) + self.hidden(stream)
 
-    # ----------------------------------------------------------------------------------- verbs
+    # ----------------------------------------------------------------------------------- edits
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Remove a sequence (-1: every one) from its cells in a range; free cells without owner."""
@@ -390,7 +390,7 @@ class Oracle(Side):
         that share a token are one group. If one of several ubatches lacks cells, all sequences have
         its fault. See `Side.faults` and `Side.cut` for the options.
         """
-        batch = batch_rules.numbered(batch, reached)
+        batch = batch_rules.number_tokens(batch, reached)
         faults = self.faults(batch, reached)
         groups = self._groups(batch, faults)
         asks = Counter(

@@ -8,23 +8,23 @@ import pytest
 import jaxkv
 from jaxkv import Reason
 from jaxkv.planning.planners import plan_next
-from tests.generation.tiny import load
-from tests.helpers.caches import SMALL, SPLIT, assert_identical, drawn, filled
-from tests.helpers.edit_sequences import StateKind, make, tell
-from tests.helpers.steps import settle
+from tests.generation.tiny import load_tiny
+from tests.helpers.caches import SMALL, SPLIT, assert_identical, fill_cache, parse_cache
+from tests.helpers.edit_sequences import StateKind, make, run_rows
+from tests.helpers.steps import apply_plan
 
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
 
 
 def started(kind):
-    return filled(3, 2, 4, kind=kind)
+    return fill_cache(3, 2, 4, kind=kind)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_step_gives_logits_of_one_by_one(name):
     """Padding is before, between and after them; sequences are in any order, or default."""
-    model = load(name)
+    model = load_tiny(name)
 
     @jax.jit
     def feed(cache, tokens, sequences, valid):
@@ -53,11 +53,11 @@ def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
     cache = make(kept=1)
     tokens = jnp.array([[0, 3, 4], [5, 0, 6], [0, 0, 0]])[: len(ids)]
     plan = jaxkv.plan_step(cache, tokens, sequences=jnp.array(ids), active=tokens > 0)
-    told = plan.ubatch.tokens.reshape(-1)[plan.ubatch.outputs].reshape(tokens.shape)
-    assert plan.ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
-    cache = tell(cache, [], [], [1, 2])
+    output_tokens = plan.ubatch.tokens.reshape(-1)[plan.ubatch.outputs].reshape(tokens.shape)
+    assert plan.ok and output_tokens[tokens > 0].tolist() == tokens[tokens > 0].tolist()
+    cache = run_rows(cache, [], [], [1, 2])
     plan = jaxkv.plan_step(cache, jnp.array(ids), sequences=ids, active=jnp.array(ids) == 2)
-    assert settle(cache, plan).table.position[2].tolist() == [1, 2]
+    assert apply_plan(cache, plan).table.position[2].tolist() == [1, 2]
 
 
 @pytest.mark.core
@@ -76,13 +76,13 @@ def test_plan_step_refused_changes_nothing():
     for ids, there in (([0, 1], valid), ([1, 1], valid.at[:, 1].set(False))):
         planned = plan(cache, tokens, sequences=jnp.array(ids), active=there)
         assert not planned.ok
-        assert_identical(settle(cache, planned), cache)
+        assert_identical(apply_plan(cache, planned), cache)
     assert plan(cache, tokens, active=valid.at[0, 0].set(False)).ok
 
 
 @pytest.mark.core
-def test_plan_next_tells_which_sequences_fit():
-    cache = drawn(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
+def test_plan_next_beside_a_refused_sequence_names_those_that_fit():
+    cache = parse_cache(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
     for ids, wrong, reason in (
         ([0, 1, 2], 0, Reason.OUT_OF_CELLS),
         ([1, 1, 2], 1, Reason.DUPLICATE_POSITION),

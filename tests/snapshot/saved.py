@@ -7,7 +7,7 @@ import numpy as np
 from jaxkv.cache import merge
 
 
-def changed(data, rng, stop):
+def damage(data, rng, stop):
     """Bytes with something before `stop` overwritten or removed, or the end cut off."""
     data, at = bytearray(data), rng.randrange(stop)
     match rng.randrange(8):
@@ -24,7 +24,7 @@ def changed(data, rng, stop):
     return bytes(data)
 
 
-def with_numbers(cache, seed=0):
+def randomize(cache, seed=0):
     """A cache with random numbers in every cell of all layers."""
 
     def draw(x):

@@ -34,13 +34,19 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.snapshot import file as file_module
 from jaxkv.snapshot.file import MAX_NESTING, UNFINISHED, file_bytes, open_file
 from tests.helpers import edit_sequences
-from tests.helpers.caches import assert_identical, attention_cache, drawn, lost, recurrent_cache
+from tests.helpers.caches import (
+    assert_identical,
+    attention_cache,
+    delete_copy,
+    parse_cache,
+    recurrent_cache,
+)
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
-from tests.models.test_hostile_files import mutated
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_batch, apply_plan
+from tests.models.test_hostile_files import mutate
 from tests.models.tiny_files import DATA
-from tests.snapshot.saved import changed, with_numbers
+from tests.snapshot.saved import damage, randomize
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).parents[2]
@@ -56,12 +62,11 @@ def saved():
     """A cache of bfloat16 with 600 kB of used cells, and its file."""
     sizes = dict(cells=64, dtype=jnp.bfloat16, sequences=2)
     cache = attention_cache(layers=3, kv_heads=8, head_dim=128, **sizes)
-    batch = jaxkv.make_batch([[1] * 30, [2] * 20])
-    cache = with_numbers(settle(cache, jaxkv.init_batch(cache, batch)))
+    cache = randomize(apply_batch(cache, [[1] * 30, [2] * 20]))
     return cache, snapshot.save(cache, tokens={0: [1] * 30}, model_id={"name": "tiny"})
 
 
-def described(data, change):
+def change_metadata(data, change):
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     change(header["__metadata__"])
@@ -84,12 +89,12 @@ def check_refused(cache, data, words):
         assert peak < room + OVERHEAD
 
 
-@pytest.mark.parametrize("seeds", in_lanes(SEEDS, SEEDS[:2]), ids=str)
+@pytest.mark.parametrize("seeds", mark_cases(SEEDS, SEEDS[:2]), ids=str)
 def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
     cache, data = saved
     stops = 8 + int.from_bytes(data[:8], "little"), len(data)  # in the header as often as after it
     for seed in seeds:
-        damaged = changed(data, random.Random(seed), stops[seed % 2]) + bytes(seed % 3 // 2)
+        damaged = damage(data, random.Random(seed), stops[seed % 2]) + bytes(seed % 3 // 2)
         (path := tmp_path / "damaged").write_bytes(damaged)
         for source in (path, damaged) if damaged != data else ():
             check_refused(cache, source, "expected .* got ")
@@ -97,7 +102,9 @@ def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
 
 def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
     cache, data = saved
-    check_refused(cache, described(data, lambda known: known.update(version="1")), "version 2")
+    check_refused(
+        cache, change_metadata(data, lambda known: known.update(version="1")), "version 2"
+    )
     foreign = safetensors.numpy.save({"x": np.zeros(3)})
     check_refused(cache, foreign, "with the format jaxkv.snapshot")
     for content in (b"", b"a", bytes(8), b"GGUF" + bytes(100), b"\xff" * 100):
@@ -112,7 +119,7 @@ def test_load_into_donates_where_nothing_is_refused(saved):
     assert snapshot.inspect(damaged).model_id == {"name": "tiny"}
     with pytest.raises(ValueError, match="checksum .* the snapshot is damaged"):
         snapshot.load(damaged, into=cache, donate=True)
-    full = drawn(" ".join(f"{i}{{0}}" for i in range(12)))
+    full = parse_cache(" ".join(f"{i}{{0}}" for i in range(12)))
     with pytest.raises(jaxkv.PlanRefusedError):
         snapshot.load(snapshot.save(full, sequences=[0]), into=full, sequences=[1], donate=True)
     assert not any(x.is_deleted() for x in jax.tree.leaves((cache, full)))
@@ -121,7 +128,7 @@ def test_load_into_donates_where_nothing_is_refused(saved):
 
 
 def test_save_is_read_by_safetensors(tmp_path):
-    cache = with_numbers(drawn("0{0} 1{0} . 0{1}"))
+    cache = randomize(parse_cache("0{0} 1{0} . 0{1}"))
     snapshot.save(cache, path=tmp_path / "cache")
     arrays = safetensors.numpy.load_file(tmp_path / "cache")
     assert arrays["table.position"].tolist() == [0, 1, 0]
@@ -166,10 +173,9 @@ def test_inspect_reads_files_from_before_notes():
     snapshot.load(data)
 
 
-def test_load_of_states_from_before_first_positions_begins_at_0():
+def test_load_of_states_without_first_positions_sets_them_to_0():
     cache = recurrent_cache(1, edit_sequences.STATES)
-    batch = jaxkv.make_batch([1, 2], positions=[5, 6])
-    data = snapshot.save(settle(cache, jaxkv.init_batch(cache, batch)))
+    data = snapshot.save(apply_batch(cache, [1, 2], positions=[5, 6]))
     assert jaxkv.seq_rm(snapshot.load(data), 0, 5).ok
     with open_file(data) as file:
         arrays = {name: file[name] for name in file.arrays if not name.endswith("first_position")}
@@ -181,7 +187,7 @@ def test_load_of_states_from_before_first_positions_begins_at_0():
         assert not jaxkv.seq_rm(loaded, 0, 5).ok and jaxkv.seq_rm(loaded, 0).ok
 
 
-def resigned(data, changes):
+def replace_values(data, changes):
     """A file with other arrays, or values at paths of its description, and correct checksums."""
     with open_file(data) as file:
         arrays = {name: file[name] for name in file.arrays}
@@ -196,7 +202,7 @@ def resigned(data, changes):
 
 
 @functools.cache
-def of_each_kind():
+def save_each_kind():
     """A hybrid cache with a window, states, shared cells and a source, and its file."""
     sizes = {"sequences": 4, "streams": 2}
     text = make(window=jaxkv.Window.sliding(3), rope=None, **sizes)
@@ -205,17 +211,16 @@ def of_each_kind():
     sources = jaxkv.make_cache(spec, cells=6, **sizes)
     cache = compose_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
     for tokens in ([[1], [2]], [[3], [4]], [[5], [6]]):
-        batch = jaxkv.make_batch(tokens, sequences=[0, 2])
-        cache = settle(cache, jaxkv.init_batch(cache, batch).check())
+        cache = apply_batch(cache, tokens, sequences=[0, 2])
     source = jaxkv.init_batch(cache, jaxkv.make_batch([[6, 7]]), encoder=True)
-    cache = settle(cache, source.check())
+    cache = apply_plan(cache, source.check())
     cache = jaxkv.seq_add(jaxkv.seq_cp(cache, 0, 1).cache, 2, 0, -1, delta=2).cache
-    return with_numbers(cache), snapshot.save(with_numbers(cache), sequences=[0, 1, 2])
+    return randomize(cache), snapshot.save(randomize(cache), sequences=[0, 1, 2])
 
 
-@pytest.mark.parametrize("part", in_lanes([0, 1], fast=[1]))
+@pytest.mark.parametrize("part", mark_cases([0, 1], fast=[1]))
 def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
-    cache, data = of_each_kind()
+    cache, data = save_each_kind()
     before, refused = jax.tree.map(np.asarray, cache), set()
     with open_file(data) as file:
         arrays = {n: file[n] for n in file.arrays if n.startswith(f"table.parts.{part}.")}
@@ -223,7 +228,7 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
     for (name, i), value in itertools.product(places, VALUES):
         new = arrays[name].astype(np.int64)
         new.reshape(-1)[i] = value
-        there = resigned(data, {name: new})
+        there = replace_values(data, {name: new})
         try:
             loaded = snapshot.load(there)
         except ValueError as error:
@@ -242,11 +247,11 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
 
 
 def test_load_of_content_that_no_cache_has_raises():
-    cache, data = of_each_kind()
+    cache, data = save_each_kind()
     for changes, message in json.loads((DATA / "snapshots_refused.json").read_text()):
         for load in (snapshot.load, partial(snapshot.load, into=cache)):
             with pytest.raises(ValueError, match=message) as caught:
-                load(resigned(data, changes))
+                load(replace_values(data, changes))
             assert of_jaxkv(caught.value), changes
 
 
@@ -256,7 +261,7 @@ def test_load_of_an_evicted_position_without_a_window_raises():
     marks = np.zeros(cache.table.evicted_below.shape, np.int32)
     marks[0] = 1
     with pytest.raises(ValueError, match=r"expected evicted_below of 0 \(no window\), got 1"):
-        snapshot.load(resigned(snapshot.save(cache), {"table.evicted_below": marks}))
+        snapshot.load(replace_values(snapshot.save(cache), {"table.evicted_below": marks}))
 
 
 def of_jaxkv(error):
@@ -266,12 +271,12 @@ def of_jaxkv(error):
     return not cause or re.fullmatch(rf"({causes})\); it was not written by jaxkv.snapshot", cause)
 
 
-def redescribed(data, change):
+def change_description(data, change):
     """A file with the result of `change` as its description, and a correct checksum."""
-    return rewritten(data, lambda text: json.dumps(change(json.loads(text))))
+    return rewrite_description(data, lambda text: json.dumps(change(json.loads(text))))
 
 
-def rewritten(data, change):
+def rewrite_description(data, change):
     """A file with another text as its description, and a correct checksum."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -306,9 +311,9 @@ def test_load_of_description_without_a_key_raises():
     for change in changes:
         for load in (snapshot.load, snapshot.inspect, partial(snapshot.load, into=cache)):
             with pytest.raises(ValueError, match="that describes a cache, got") as caught:
-                load(redescribed(data, change))
+                load(change_description(data, change))
             assert of_jaxkv(caught.value)
-    snapshot.load(redescribed(data, without("notes")))  # older files have no notes
+    snapshot.load(change_description(data, without("notes")))  # older files have no notes
 
 
 @pytest.mark.parametrize("new", ["NaN", "-Infinity", "1e999", "[" * 100 + "]" * 100, "[" * 10**5])
@@ -317,7 +322,11 @@ def test_load_of_text_that_save_never_writes_raises(new):
     data = snapshot.save(cache, model_id=0.25)
     for use in (snapshot.load, snapshot.inspect, partial(snapshot.load, into=cache)):
         with pytest.raises(ValueError, match="expected a snapshot that describes a cache, got"):
-            use(rewritten(data, lambda text: text.replace('"model": 0.25', f'"model": {new}')))
+            use(
+                rewrite_description(
+                    data, lambda text: text.replace('"model": 0.25', f'"model": {new}')
+                )
+            )
 
 
 def test_save_of_nested_notes_raises_or_is_loaded():
@@ -332,14 +341,14 @@ def test_save_of_nested_notes_raises_or_is_loaded():
 
 
 def test_load_of_booleans_other_than_0_and_1_raises():
-    cache, data = of_each_kind()
+    cache, data = save_each_kind()
     name = "table.parts.1.written"
     with open_file(data) as file:
         found = file[name].view(np.uint8)
     found.reshape(-1)[0] = 2
     for use in (snapshot.load, partial(snapshot.load, into=cache)):
         with pytest.raises(ValueError, match="expected bytes of 0 and 1 in table.parts.1.written"):
-            use(resigned(data, {name: found.view(bool)}))
+            use(replace_values(data, {name: found.view(bool)}))
 
 
 def grown_bytes(call):
@@ -354,8 +363,8 @@ def grown_bytes(call):
     return max(peak, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 
 
-def resized(data, **sizes):
-    return redescribed(data, lambda said: said | {"cache": said["cache"] | sizes})
+def change_sizes(data, **sizes):
+    return change_description(data, lambda said: said | {"cache": said["cache"] | sizes})
 
 
 def test_load_of_large_sizes_raises_before_it_allocates():
@@ -363,7 +372,7 @@ def test_load_of_large_sizes_raises_before_it_allocates():
 
     def refused():
         for changes in ({"cells": 2**22}, {"sequences": 2**28, "streams": 2**27}):
-            large = redescribed(
+            large = change_description(
                 data, lambda said, new=changes: said | {"cache": said["cache"] | new}
             )
             need = snapshot.inspect(large).cache.nbytes
@@ -372,7 +381,7 @@ def test_load_of_large_sizes_raises_before_it_allocates():
             with pytest.raises(ValueError, match=f"pass max_bytes={need}, or"):
                 snapshot.load(large, max_bytes=need - 1)
 
-        states = redescribed(of_each_kind()[1], many_layers)
+        states = change_description(save_each_kind()[1], many_layers)
         with pytest.raises(ValueError, match=f"expected 2 layers, as saved, got {2**12}"):
             snapshot.inspect(states)
 
@@ -380,27 +389,26 @@ def test_load_of_large_sizes_raises_before_it_allocates():
         said["cache"]["parts"][1]["layers"] = 2**12
         return said
 
-    of_each_kind()
+    save_each_kind()
     assert grown_bytes(refused) < 2**25
 
 
 def test_load_allows_sizes_up_to_max_bytes():
-    few = with_numbers(drawn("0{0} 1{0}"))
+    few = randomize(parse_cache("0{0} 1{0}"))
     data, size = snapshot.save(few), few.nbytes
     assert snapshot.load(data, max_bytes=size).nbytes == size
     with pytest.raises(ValueError, match=f"of at most {size - 1} bytes .* got one of {size}"):
         snapshot.load(data, max_bytes=size - 1)
     with pytest.raises(ValueError, match="expected max_bytes of at least 1"):
         snapshot.load(data, max_bytes=0)
-    large = resized(data, cells=2**16)
+    large = change_sizes(data, cells=2**16)
     assert snapshot.load(large).table.num_cells == 2**16  # less than 64 MiB
 
 
 def test_load_into_allocates_nothing_of_the_saved_sizes():
     cache = make(streams=2)
-    batch = jaxkv.make_batch([[1, 2], [3]])
-    data = snapshot.save(with_numbers(settle(cache, jaxkv.init_batch(cache, batch))))
-    large = resized(data, sequences=2**30, streams=2**30, cells=2**25)
+    data = snapshot.save(randomize(apply_batch(cache, [[1, 2], [3]])))
+    large = change_sizes(data, sequences=2**30, streams=2**30, cells=2**25)
     wanted, found = snapshot.load(data, into=cache), []
     assert grown_bytes(lambda: found.append(snapshot.load(large, into=cache))) < 2**25
     assert_identical(found[0].buffers, wanted.buffers)
@@ -409,23 +417,23 @@ def test_load_into_allocates_nothing_of_the_saved_sizes():
 DESCRIPTIONS = [range(12), range(12, 60), range(60, 3000)]
 
 
-@pytest.mark.parametrize("seeds", in_lanes(DESCRIPTIONS, fast=(), core=DESCRIPTIONS[:1]), ids=str)
+@pytest.mark.parametrize("seeds", mark_cases(DESCRIPTIONS, fast=(), core=DESCRIPTIONS[:1]), ids=str)
 def test_load_of_changed_description_raises_or_is_saved_alike(seeds):
     """Three of four changes are in the part that describes the cache."""
-    cache, data = of_each_kind()
+    cache, data = save_each_kind()
     refused = 0
 
     def change(said, rng):
         if rng.random() < 0.25:
-            return mutated(said, rng)
-        return said | mutated({key: said[key] for key in ("cache", "sequences", "tokens")}, rng)
+            return mutate(said, rng)
+        return said | mutate({key: said[key] for key in ("cache", "sequences", "tokens")}, rng)
 
     def described_cache(data):
         with open_file(data) as file:
             return json.dumps(file.description["cache"], sort_keys=True)
 
     for seed in seeds:
-        there = redescribed(data, lambda said, seed=seed: change(said, random.Random(seed)))
+        there = change_description(data, lambda said, seed=seed: change(said, random.Random(seed)))
         try:
             loaded = snapshot.load(there)
         except ValueError as error:
@@ -438,7 +446,7 @@ def test_load_of_changed_description_raises_or_is_saved_alike(seeds):
     assert refused > len(seeds) / 2
 
 
-def into(cache, saved, **options):
+def load_into(cache, saved, **options):
     return snapshot.load(snapshot.save(saved), into=cache, **options)
 
 
@@ -446,8 +454,8 @@ def save(cache=None, **options):
     snapshot.save(make() if cache is None else cache, path="/nowhere/file", **options)
 
 
-def donated():
-    return merge(hybrid().table, lost(hybrid().buffers))
+def make_deleted():
+    return merge(hybrid().table, delete_copy(hybrid().buffers))
 
 
 def on_a_mesh():
@@ -501,7 +509,6 @@ KILLED = """
 import os, signal, sys
 import jaxkv
 from jaxkv import snapshot
-from tests.helpers.steps import settle
 spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
 os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
 snapshot.save(jaxkv.make_cache(spec, cells=4), path=sys.argv[1])
