@@ -12,14 +12,7 @@ from jax.tree_util import Partial
 
 import jaxkv
 from models.compiling import counting
-from tests.attention.lives import (
-    CLOSE,
-    by_formula,
-    draw_qkv,
-    make_edited,
-    read_bias,
-    start_step,
-)
+from tests.attention.lives import CLOSE, by_formula, draw_qkv, make_edited, read_bias, start_step
 from tests.helpers.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
 from tests.helpers.meshes import mesh_of, place_on_mesh
 from tests.helpers.mistakes import assert_raises, mistakes

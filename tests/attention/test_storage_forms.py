@@ -53,7 +53,7 @@ SIZES = {
 }
 
 
-def make(cells=24, **options):
+def make_form(cells=24, **options):
     rope = jaxkv.Rope.make(4, base=100.0)  # of the numbers before PART
     sizes = dict(layers=LAYERS, cells=cells, kv_heads=HEADS, head_dim=SIZE, sequences=4, rope=rope)
     return attention_cache(**sizes, **options)
@@ -178,7 +178,7 @@ LIVES = [
     "form, sizes, mode, axes", mark_cases(LIVES, core=[LIVES[0], LIVES[-2]]), ids=str
 )
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
-    cache, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
+    cache, form = make_form(**FORMS[form], **SIZES[sizes]), FORMS[form]
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
         if axes:
             cache = place_on_mesh(cache)
@@ -201,7 +201,7 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     """Also loaded into a cache of other sizes; files do not record that layers are stacked."""
     form = FORMS[name]
     cache = attend_and_compare(
-        make(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0)
+        make_form(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0)
     )
     data, plain = snapshot.save(cache), snapshot.save(make_plain(cache))
     if "dtype" in form:
@@ -211,22 +211,22 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     assert not loaded.buffers.stacked and loaded.buffers.k[0].shape[1:] == (HEADS, 24, SIZE)
     assert_alike(loaded, make_plain(cache))
     latent = "value_dim" in form
-    plain = snapshot.load(plain, into=make(**({"value_dim": 4} if latent else {}), cells=20))
+    plain = snapshot.load(plain, into=make_form(**({"value_dim": 4} if latent else {}), cells=20))
     for other in ({**form, "stacked": False}, form):
-        loaded = snapshot.load(data, into=make(**other, cells=20))
+        loaded = snapshot.load(data, into=make_form(**other, cells=20))
         assert_alike(loaded, plain)
     attend_and_compare(loaded, form)
     wrong = [{"value_dim": 4}, {"value_dim": slice(4, 7)}] if latent else [{"dtype": "bfloat16"}]
     for options in wrong:
         with pytest.raises(ValueError, match="value_dim|values in keys|the dtype of this one"):
-            snapshot.load(data, into=make(**options, cells=20))
+            snapshot.load(data, into=make_form(**options, cells=20))
 
 
 def test_snapshot_codes_without_scales_raises():
     codes = np.zeros((0, HEADS, SIZE), np.int8)
     arrays = {f"buffers.{half}.{i}": codes for half in "kv" for i in (0, 1)}
     arrays["table.cell"] = np.zeros(0, np.int32)
-    description = {"cache": describe(make(dtype="int8")), "model": None}
+    description = {"cache": describe(make_form(dtype="int8")), "model": None}
     description |= {"sequences": [], "tokens": []}
     with pytest.raises(ValueError, match="a snapshot that describes a cache, .*buffers.k.0.codes"):
         snapshot.load(file_bytes(description, arrays))
@@ -236,7 +236,7 @@ def test_snapshot_codes_without_scales_raises():
 def test_vmap_over_caches_of_a_storage_form_matches_each():
     form, inputs = FORMS["stacked int8"], []
     for sequences in ((1, 2), (0, 3)):
-        cache = attend_and_compare(make(**form, streams=2), form, sequences=sequences)
+        cache = attend_and_compare(make_form(**form, streams=2), form, sequences=sequences)
         (ubatch,) = plan_ubatches(cache, [[1], [2]], [3, 1])
         q, given, _ = arrays_for(ubatch, form, seed=sequences[0])
         inputs.append((cache, ubatch, q, *given))
@@ -253,7 +253,7 @@ def test_vmap_over_caches_of_a_storage_form_matches_each():
 def test_attend_derivatives_of_storage_form_match_plain_cache(name):
     """Quantised keys and values have no derivative; those of queries use the stored numbers."""
     form = FORMS[name]
-    cache = attend_and_compare(make(**form, streams=2), form)
+    cache = attend_and_compare(make_form(**form, streams=2), form)
     (ubatch,) = plan_ubatches(cache, [[1], [2]], [3, 1])
     q, given, same = jax.tree.map(jnp.asarray, arrays_for(ubatch, form, seed=9))
 
@@ -286,7 +286,7 @@ BROKEN = [
 @pytest.mark.parametrize(("form", "half", "bad", "where"), BROKEN, ids=str)
 def test_attend_nonfinite_element_is_nan_in_key_and_zero_in_value(form, half, bad, where):
     """It shows in tokens that attend to it, in query heads that read it, and nowhere else."""
-    cache, latent = make(**form), "value_dim" in form
+    cache, latent = make_form(**form), "value_dim" in form
     (ubatch,) = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [4, 5, 6]])).ubatches
     q, (k, v), _ = arrays_for(ubatch, form)
     clean, wanted = attend_all_layers(cache, ubatch, q, k, v)
@@ -337,7 +337,7 @@ def test_encoded_matches_numpy(size, dtype):
 
 
 def test_nbytes_of_storage_forms():
-    int8, latent = make(dtype="int8"), make(value_dim=PART)
+    int8, latent = make_form(dtype="int8"), make_form(value_dim=PART)
     assert "int8, " in repr(int8) and "float32" not in repr(int8)
     assert int8.buffers.nbytes == 2 * 2 * HEADS * 24 * (SIZE + 4)
     assert latent.buffers.nbytes == 2 * HEADS * 24 * SIZE * 4  # keys alone
@@ -345,10 +345,10 @@ def test_nbytes_of_storage_forms():
 
 def test_layout_stacked_layers_are_split_as_layers_apart():
     mesh, rules = mesh_of(data=2, tensor=2), jaxkv.sharding.ShardingRules()
-    shapes = [jax.eval_shape(partial(make, streams=4, stacked=on)) for on in (True, False)]
+    shapes = [jax.eval_shape(partial(make_form, streams=4, stacked=on)) for on in (True, False)]
     one, other = (jaxkv.sharding.device_bytes(x, mesh, rules) for x in shapes)
     assert replace(one, table=0) == replace(other, table=0)
-    one = jax.eval_shape(partial(make, stacked=True))  # one stream, which nothing splits
+    one = jax.eval_shape(partial(make_form, stacked=True))  # one stream, which nothing splits
     specs = shardings(one, mesh, rules).buffers.k[0].spec
     assert not specs[0] and specs[1] == "tensor"
 
@@ -362,7 +362,7 @@ def test_model_int8_cache_keeps_dtype_of_states():
 
 
 def test_latent_bad_values_raise():
-    cache = make(value_dim=(PART, 5))
+    cache = make_form(value_dim=(PART, 5))
     step = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1])))
     q, k = (jnp.ones((*step.valid.shape, n, SIZE)) for n in (2 * HEADS, HEADS))
     for row in mistakes("latents"):

@@ -13,13 +13,7 @@ import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.shards import Shard
 from jaxkv.ops.storage.cell_arrays import gather, scatter
-from tests.attention.lives import (
-    CLOSE,
-    by_formula,
-    draw_qkv,
-    make_edited,
-    start_step,
-)
+from tests.attention.lives import CLOSE, by_formula, draw_qkv, make_edited, start_step
 from tests.helpers import caches, edit_sequences
 from tests.helpers.caches import (
     HEADS,

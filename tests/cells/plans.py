@@ -39,7 +39,7 @@ def make_small_cache(*counts: int) -> Any:
     return run_tokens(SMALL.make(), range(1, 1 + len(sequences)), sequences)[0]
 
 
-def resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
+def list_resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
     return [pos for pos in range(visible_until) if cache.can_resume(seq, pos)]
 
 

@@ -76,14 +76,14 @@ def grouped():
     return extend(six(), 0, 0).cache
 
 
-def return_after_loss(cache, seq):
+def rewind_after_write(cache, seq):
     """Remove a sequence, write its cells again, and return to the table from before."""
     later, _ = jaxkv.seq_rm(cache, seq)
     later = apply_plan(later, jaxkv.plan_step(later, jnp.array([1]), sequences=jnp.array([1])))
     return jaxkv.rewind(later, to=cache.table)
 
 
-def returned(cache, seq):
+def rewind_after_seq_rm(cache, seq):
     return jaxkv.rewind(jaxkv.seq_rm(cache, seq).cache, to=cache.table)
 
 
@@ -141,8 +141,8 @@ CASES = [
     (extend, grouped, (0, 0), "DUPLICATE_POSITION"),
     (extend, shared, (0, 0), "SHARED_CELL"),
     (extend, evicted, (0, 2), "CONTEXT_EVICTED"),
-    (returned, six, (0,), "OK"),
-    (return_after_loss, six, (0,), "OVERWRITTEN"),
+    (rewind_after_seq_rm, six, (0,), "OK"),
+    (rewind_after_write, six, (0,), "OVERWRITTEN"),
 ]
 
 
@@ -163,7 +163,7 @@ FAST = [case for case in CASES if case[1] in (six, shared)]
 )
 def test_refused_edit_has_the_reason_of_its_cause(edit, make, args, name):
     cache = make()
-    assert_reason(jitted(edit)(cache, *jax.tree.map(jnp.asarray, args)), cache, name)
+    assert_reason(jit_edit(edit)(cache, *jax.tree.map(jnp.asarray, args)), cache, name)
     try:
         result = edit(cache, *args)
     except ValueError as error:  # concrete arguments outside of their ranges
@@ -173,7 +173,7 @@ def test_refused_edit_has_the_reason_of_its_cause(edit, make, args, name):
 
 
 @functools.cache
-def jitted(edit):
+def jit_edit(edit):
     return jax.jit(edit)
 
 

@@ -12,13 +12,7 @@ from jaxkv.cache import merge, split
 from tests.cells.pools import TWO, fill_cache
 from tests.helpers import edit_sequences
 from tests.helpers.caches import Kind, assert_identical, drawing, parse_cache
-from tests.helpers.edit_sequences import (
-    list_states,
-    make,
-    plan_tokens,
-    run_rows,
-    run_ubatch,
-)
+from tests.helpers.edit_sequences import list_states, make, plan_tokens, run_rows, run_ubatch
 from tests.helpers.steps import add_tokens, apply_batch, apply_plan
 
 POOL = Kind("pool", cells=16, sequences=2)

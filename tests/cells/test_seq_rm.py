@@ -5,14 +5,7 @@ import pytest
 import jaxkv
 from tests.cells.plans import NEAR, plan_of
 from tests.helpers import edit_sequences
-from tests.helpers.caches import (
-    SMALL,
-    SPLIT,
-    WINDOW,
-    assert_identical,
-    fill_cache,
-    parse_cache,
-)
+from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, fill_cache, parse_cache
 from tests.helpers.edit_sequences import make, run_rows
 from tests.helpers.parametrize import mark_cases
 from tests.helpers.steps import add_tokens

@@ -55,7 +55,7 @@ def forward(params, step):
     return step, x.reshape(-1, SIZE)[step.outputs] @ params["embedding"].T
 
 
-def attention(q, k, v):
+def attend_one(q, k, v):
     """Attention of one token over some cells, in NumPy; zeros over none."""
     q, k, v = (np.reshape(x, (1, -1, 2, SIZE // 2)) for x in (q, k, v))
     k, v = (x.swapaxes(1, 2) for x in (k, v))
@@ -66,10 +66,10 @@ def compute_logits(source, text):
     w = {name: np.asarray(x, np.float64) for name, x in WEIGHTS.items()}
     held = w["embedding"][text]
     x = held[-1]
-    x = x + attention(x @ w["q0"], held @ w["k0"], held @ w["v0"])
+    x = x + attend_one(x @ w["q0"], held @ w["k0"], held @ w["v0"])
     read = w["sources"][list(source)]
     read = read + read.mean(axis=0) if len(source) else read
-    x = x + attention(x @ w["q1"], read @ w["k1"], read @ w["v1"])
+    x = x + attend_one(x @ w["q1"], read @ w["k1"], read @ w["v1"])
     return x @ w["embedding"].T
 
 
@@ -79,7 +79,7 @@ SOURCE_SPEC = jaxkv.CacheSpec.cross_attention(**HEADS)
 BOTH = jaxkv.CacheSpec.hybrid((TEXT_SPEC, [TEXT]), (SOURCE_SPEC, [CROSS]))
 
 
-def make(streams=1):
+def make_both(streams=1):
     return jaxkv.make_cache(BOTH, cells=(32, 24), sequences=Q, streams=streams)
 
 
@@ -128,7 +128,7 @@ def lengths(cache):
 @functools.cache
 def fill_cache(streams=1):
     """Sources of several lengths, a sequence without a source, and one without text."""
-    cache = encode(make(streams), [A, B, D], [0, 1, 3])
+    cache = encode(make_both(streams), [A, B, D], [0, 1, 3])
     return prefill_texts(cache, ABC, [0, 1, 2])[0]
 
 
@@ -143,14 +143,14 @@ def test_encode_and_prefill_see_all_of_their_source():
         _, logits, _, there, _ = jaxkv.prefill(forward, WEIGHTS, cache, batch)
         return logits, ok, there
 
-    cache = encode(make(), [A, B, D], [0, 1, 3])
+    cache = encode(make_both(), [A, B, D], [0, 1, 3])
     cache, logits = prefill_texts(cache, ABC, [0, 1, 2])
     assert_logits(logits, SOURCES[:3], ABC)
     assert cache.seq_pos_max(range(Q)).tolist() == [1, 2, 0, -1]  # of the decoder
     assert cache.num_used_cells().item() == 6 + 8
     nothing = [np.zeros(1, int)] * 2
     assert cache.table.can_allocate(np.array([9, 9, 9, 5]), 4, nothing).all()
-    logits, ok, there = traced(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
+    logits, ok, there = traced(make_both(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
     assert_logits(logits[:1], [[4, 5, 6]], [[0, 2]])
     assert not traced(cache, jnp.array([4, 5, 6]), jnp.array([0, 2]))[1]
@@ -165,7 +165,7 @@ def test_encode_twice_traces_the_encoder_once():
         return encoder(params, step)
 
     for seq in (0, 1):
-        jaxkv.encode(counted, WEIGHTS, make(), make_batch([1, 2], sequences=seq))
+        jaxkv.encode(counted, WEIGHTS, make_both(), make_batch([1, 2], sequences=seq))
     assert len(traces) == 1
 
 
@@ -220,8 +220,10 @@ def test_seq_div_divides_positions_of_text_alone():
 def test_init_source_has_a_row_for_each_source():
     """Not one row for all: an encoder compares the tokens of a row."""
     batch = make_batch([A, B, D], sequences=[0, 1, 3])
-    (ubatch,) = jaxkv.init_batch(make(), batch, encoder=True).ubatches
-    traced = jax.jit(lambda cache: jaxkv.init_batch(cache, batch, encoder=True).ubatches[0])(make())
+    (ubatch,) = jaxkv.init_batch(make_both(), batch, encoder=True).ubatches
+    traced = jax.jit(lambda cache: jaxkv.init_batch(cache, batch, encoder=True).ubatches[0])(
+        make_both()
+    )
     assert ubatch.valid.shape == (4, 8)
     assert_identical(traced, ubatch)  # with static tokens
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
@@ -230,15 +232,19 @@ def test_init_source_has_a_row_for_each_source():
 
 def test_tables_of_sources_have_treedefs_of_their_own():
     """JAX compares only the fields of dataclasses: equal ones could share compiled programs."""
-    table = make().table
+    table = make_both().table
     text, sources = table.parts
-    for one, other in ((table, table.as_encoder_table()), (text, part(1).table), (text, sources)):
+    for one, other in (
+        (table, table.as_encoder_table()),
+        (text, make_part(1).table),
+        (text, sources),
+    ):
         other = jax.tree.map(lambda _: 0, other)
         assert jax.tree.structure(one) != jax.tree.structure(other)
 
 
 def encode_by(one):
-    return jaxkv.encode(one, WEIGHTS, make(), make_batch([1]))
+    return jaxkv.encode(one, WEIGHTS, make_both(), make_batch([1]))
 
 
 def as_encoder(verb, arrays):
@@ -247,12 +253,12 @@ def as_encoder(verb, arrays):
 
 
 def as_reader(verb, arrays, **options):
-    step = jaxkv.apply(make(), jaxkv.init_batch(make(), make_batch([1])))
+    step = jaxkv.apply(make_both(), jaxkv.init_batch(make_both(), make_batch([1])))
     return verb(step, CROSS, *[jnp.zeros((1, 1, 2, SIZE // 2))] * arrays, **options)
 
 
-def part(i):
-    return make().parts[i]
+def make_part(i):
+    return make_both().parts[i]
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("sources"))
@@ -303,14 +309,14 @@ def test_token_of_several_sequences_looks_at_their_one_source():
     tree = make_batch([[6], [7], [8]], sequences=[[0, 3], [0], [3]], outputs=[True] * 3)
     _, logits, *_ = jaxkv.prefill(forward, WEIGHTS, cache, tree)
     assert_logits(logits, [A] * 3, [[0, 5, 6], [0, 5, 6, 7], [0, 5, 6, 8]])
-    apart = encode(make(), [[3, 4], [5]], [0, 1])  # the same text, another source
+    apart = encode(make_both(), [[3, 4], [5]], [0, 1])  # the same text, another source
     plan = jaxkv.init_batch(apart, make_batch([[6]], sequences=[[0, 1]]))
     assert jaxkv.Reason(int(plan.reason[1])) == jaxkv.Reason.DIVERGED
 
 
 def start_decode(*texts):
     """Prefill texts of sequences 0, 1, ... with sources A and B; the cache, logits and state."""
-    cache = encode(make(), [A, B], [0, 1])
+    cache = encode(make_both(), [A, B], [0, 1])
     ids = [*range(len(texts))]
     cache, logits = prefill_texts(cache, texts, ids)
     first = generation.init_decode(cache, logits=logits, sampler=BEST, sequences=ids)
@@ -355,7 +361,7 @@ def test_speculate_branches_leave_other_sources_alone():
 def test_sources_beside_states():
     """Rows of one sequence each, though there is one pool."""
     states = recurrent_cache(1, {"n": ((), jnp.float32)}, sequences=Q)
-    parts = enumerate([*make(1).parts, states])
+    parts = enumerate([*make_both(1).parts, states])
     cache = compose_hybrid_cache(*((part, (i,)) for i, part in parts))
     cache = encode(cache, [A, B], [0, 1])
 
@@ -376,6 +382,6 @@ def test_encode_prefill_and_select_on_a_mesh():
     mesh, name = mesh_of(streams=2, cells=2), "change places"
     with jax.set_mesh(mesh):
         rules = jaxkv.sharding.ShardingRules(streams="streams", cells="cells")
-        cache = make_sharded(partial(make, 2), mesh, rules)
+        cache = make_sharded(partial(make_both, 2), mesh, rules)
         cache, _ = prefill_texts(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
         check(apply_edit(cache, name), *EDITS[name][1:])

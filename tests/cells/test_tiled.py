@@ -19,8 +19,10 @@ from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.window import Window
 from tests.attention.ways import attend
 from tests.helpers import hlo
+from tests.helpers.batch_rules import Token
 from tests.helpers.caches import TILES, attention_cache, drawing, parse_cache
-from tests.helpers.reference_cache import Cell, Oracle, Token, _tiles
+from tests.helpers.reference_cache import Oracle
+from tests.helpers.reference_cells import Cell, make_tiles
 from tests.helpers.steps import apply_plan
 from tests.helpers.visibility import make_visibility
 
@@ -32,7 +34,7 @@ SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 def test_tile_of_matches_oracle():
     for cells in (*range(1, 300), 1000, 4096, 4160):
-        assert {tile_size(cells)} == {len(tile) for tile in _tiles(cells)}
+        assert {tile_size(cells)} == {len(tile) for tile in make_tiles(cells)}
 
 
 @core

@@ -13,7 +13,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.window import Window, can_see
-from tests.cells.plans import BLOCKS, NEAR, plan_of, resumable
+from tests.cells.plans import BLOCKS, NEAR, list_resumable, plan_of
 from tests.helpers.caches import (
     Kind,
     assert_identical,
@@ -82,20 +82,20 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
     Before that it can roll back to any position (trap 97), and an empty sequence starts anywhere.
     """
     cache = parse_cache(SIX, NEAR)
-    assert resumable(cache) == [*range(7)] and resumable(cache, seq=1) == [*range(10)]
+    assert list_resumable(cache) == [*range(7)] and list_resumable(cache, seq=1) == [*range(10)]
     assert all(plan_of(jaxkv.seq_rm(cache, 0, pos)[0]).ok for pos in range(6))
     cache = apply_plan(cache, plan_of(cache, 2, 1))
     assert drawing(cache) == "0{1} 1{1} 2{0} 3{0} 4{0} 5{0}"
-    assert resumable(cache) == [0, 5, 6]
+    assert list_resumable(cache) == [0, 5, 6]
     assert cache.seq_pos_min([0, 1]).tolist() == [2, 0]
 
 
 def test_evicted_sequence_continues_after_its_last_token_and_moves():
     cache = add_tokens(POOL.make(), [1] * 4, each=1)
     cache = apply_plan(cache, plan_of(cache, 4, 1))
-    assert drawing(cache) == "0{1} 1{1} 2{1} 3{1}" and resumable(cache) == [0, 4]
+    assert drawing(cache) == "0{1} 1{1} 2{1} 3{1}" and list_resumable(cache) == [0, 4]
     moved, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=2)
-    assert ok and resumable(moved) == [0, 6]
+    assert ok and list_resumable(moved) == [0, 6]
     # A copy with an uncertain end is refused, although the target's own end is certain.
     holed = jaxkv.seq_add(add_tokens(cache, [1] * 4, 1, each=1), 1, 7, 8, delta=-7).cache
     assert drawing(holed).count("0{1}-7") == 1 and holed.table.evicted_below.tolist() == [4, 4]
@@ -106,7 +106,7 @@ def test_hybrid_cache_resumes_where_all_parts_do():
     parts = [replace(NEAR, cells=8, windows=(jaxkv.Window.sliding(size),)) for size in (8, 3)]
     both = replace(NEAR, cells=8, windows=tuple(kind.windows[0] for kind in parts))
     ends = [
-        resumable(add_tokens(kind.make(), [1] * 12, each=1), visible_until=13)
+        list_resumable(add_tokens(kind.make(), [1] * 12, each=1), visible_until=13)
         for kind in (*parts, both)
     ]
     assert ends == [[0, 11, 12], [0, *range(6, 13)], [0, 11, 12]]
@@ -130,10 +130,10 @@ def test_apply_plan_made_before_marks_changed_is_stale():
     """Removing evicted positions changes no cell, only the mark."""
     cache = add_tokens(NEAR.make(), [1] * 8, each=1)
     assert drawing(cache) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
-    assert resumable(cache) == [0, 5, 6, 7, 8]
+    assert list_resumable(cache) == [0, 5, 6, 7, 8]
     assert plan_of(cache).check().ubatches[0].positions[0, 0] == 8
     edited, _ = jaxkv.seq_rm(cache, 0, 0, 2)
-    assert drawing(edited) == drawing(cache) and resumable(edited) == [*range(9)]
+    assert drawing(edited) == drawing(cache) and list_resumable(edited) == [*range(9)]
     assert_identical(apply_plan(edited, plan_of(cache)), edited)
 
 
@@ -144,10 +144,10 @@ def test_marks_never_fall_when_moved_cells_are_taken(kind):
     cache = jaxkv.seq_add(add_tokens(kind.make(), [1] * 6, each=1), 0, 3, -1, delta=-3).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     assert sorted(drawing(cache).rstrip(" |").split()) == ["0{0}", "1{0}", "2{0}", "2{0}"]
-    assert resumable(cache) == [0, 1, 2, 3]
+    assert list_resumable(cache) == [0, 1, 2, 3]
     cache = add_tokens(cache, [1], each=1)
     assert sorted(drawing(cache).rstrip(" |").split()) == [".", "2{0}", "2{0}", "3{0}"]
-    assert resumable(cache) == [0, 3, 4]
+    assert list_resumable(cache) == [0, 3, 4]
 
 
 WINDOWS = Window.sliding(4), Window.chunked(4), Window.symmetric(6)

@@ -72,11 +72,7 @@ def ropes(dim: int) -> Iterator[tuple[str, Config]]:
     yield "null type", {"rope_type": None, "factor": 4.0}
     yield (
         "dynamic, original",
-        {
-            "rope_type": "dynamic",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
+        {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32},
     )
     yield "dynamic, alpha", {"rope_type": "dynamic", "factor": 1.0, "alpha": 100.0}
     yield "mrope", {"type": "mrope", "mrope_section": [2, 1, 1]}
@@ -106,11 +102,7 @@ def ropes(dim: int) -> Iterator[tuple[str, Config]]:
     yield "longrope, no factor", {key: long[key] for key in long if key != "factor"}
     yield (
         "proportional, factor",
-        {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 0.5,
-            "factor": 4.0,
-        },
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 4.0},
     )
     yield "proportional, whole", {"rope_type": "proportional"}
 

@@ -10,14 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation import Constraint, make_sampler
-from tests.generation.tiny import (
-    BEST,
-    assert_sound,
-    decode,
-    forward,
-    init_state,
-    last_of,
-)
+from tests.generation.tiny import BEST, assert_sound, decode, forward, init_state, last_of
 from tests.helpers.caches import SMALL, SPLIT, VOCABULARY, fill_cache
 from tests.helpers.parametrize import mark_cases
 

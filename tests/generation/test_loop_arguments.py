@@ -66,11 +66,11 @@ def self_extend(m, done=0, **options):
     return generation.self_extend(m, 0, done, **dict(group=2, width=4, donate=True) | options)
 
 
-def states():
+def make_states():
     return caches.recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
 
 
-def draft(m, **options):
+def make_draft(m, **options):
     return generation.draft_model(forward, None, m, **options)
 
 
@@ -105,11 +105,11 @@ RULE = Constraint(
 )
 
 
-def engine(cache=None, **options):
+def make_engine(cache=None, **options):
     return Engine(forward, None, POOL.make() if cache is None else cache, **options)
 
 
-def store(cache=None, sequences=(2, 3), **options):
+def make_store(cache=None, sequences=(2, 3), **options):
     cache = POOL.make() if cache is None else cache
     return PrefixStore(cache, sequences=sequences, **options)
 
@@ -125,12 +125,12 @@ def test_loop_bad_argument_raises(call, outcome, cache):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
-def make(**sizes):
+def make_narrow(**sizes):
     sizes = dict(layers=2, cells=16, kv_heads=2, head_dim=4, sequences=2) | sizes
     return caches.attention_cache(**sizes)
 
 
-def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
+def make_model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
     """A model of two layers, in which one thing is changed."""
 
     def forward(params, step):
@@ -145,29 +145,29 @@ def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: 
 
 
 def prefill_model(batch=None, cache=None, plan=None, **changes):
-    cache, batch = cache or make(), batch or make_batch([[1, 2, 3], [4]])
-    return jaxkv.prefill(model(**changes), W, cache, batch, plan=plan)
+    cache, batch = cache or make_narrow(), batch or make_batch([[1, 2, 3], [4]])
+    return jaxkv.prefill(make_model(**changes), W, cache, batch, plan=plan)
 
 
 def apply_stale_plan():
-    cache, batch = make(), make_batch([1])
+    cache, batch = make_narrow(), make_batch([1])
     plan = jaxkv.init_batch(cache, batch)
     return prefill_model(batch, apply_plan(cache, plan), plan)
 
 
 def beside_an_engine():
-    cache = make()
-    engine = Engine(model(), W, cache)
+    cache = make_narrow()
+    engine = Engine(make_model(), W, cache)
     engine.submit(Request(prompt=[1], max_new_tokens=2))
     engine.step()
     return prefill_model(cache=cache)
 
 
 def speculate_narrow():
-    cache, narrow = prefill_model().cache, model(end=lambda m, x, _: (m, x[:, :5]))
+    cache, narrow = prefill_model().cache, make_model(end=lambda m, x, _: (m, x[:, :5]))
     draft = generation.draft_model(narrow, W, cache, batch_size=2)
     options = dict(drafter=draft, num_tokens=2, sampler=make_sampler(temperature=1))
-    return generation.speculate(model(), W, cache, init_state(cache, tokens=[1, 2]), **options)
+    return generation.speculate(make_model(), W, cache, init_state(cache, tokens=[1, 2]), **options)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))

@@ -9,14 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from tests.generation.tiny import (
-    BEST,
-    assert_sound,
-    init_state,
-    last_of,
-    list_texts,
-    load_tiny,
-)
+from tests.generation.tiny import BEST, assert_sound, init_state, last_of, list_texts, load_tiny
 
 pytestmark = pytest.mark.nightly
 

@@ -22,7 +22,7 @@ CHUNKS = CacheSpec.attention(**SIZES, window=Window.chunked(3))
 STATES = CacheSpec.recurrent(layers=1, states={"x": ((2,), "float32")})
 
 
-def hybrid(*specs):
+def make_hybrid_spec(*specs):
     return CacheSpec.hybrid(*((spec, [layer]) for layer, spec in enumerate(specs)))
 
 
@@ -32,11 +32,11 @@ CACHES = {
     "chunks": (CHUNKS, dict(cells=5)),
     "window in streams": (NEAR, dict(cells=5, sequences=4, streams=2)),
     "full": (FULL, dict(cells=7)),
-    "full and window": (hybrid(FULL, NEAR), dict(cells=7)),
-    "two windows": (hybrid(LAST, NEAR), dict(cells=5)),
-    "states and window": (hybrid(STATES, NEAR), dict(cells=5)),
+    "full and window": (make_hybrid_spec(FULL, NEAR), dict(cells=7)),
+    "two windows": (make_hybrid_spec(LAST, NEAR), dict(cells=5)),
+    "states and window": (make_hybrid_spec(STATES, NEAR), dict(cells=5)),
     "states and window in streams": (
-        hybrid(STATES, NEAR),
+        make_hybrid_spec(STATES, NEAR),
         dict(cells=5, sequences=4, streams=2),
     ),
 }
@@ -110,8 +110,7 @@ def assert_fits(plan, counts, subsets):
 @pytest.mark.parametrize(
     ("name", "runs"),
     mark_cases(
-        [(name, runs) for name in CACHES for runs in (12, 200)],
-        core=[(name, 12) for name in FEW],
+        [(name, runs) for name in CACHES for runs in (12, 200)], core=[(name, 12) for name in FEW]
     ),
 )
 def test_fits_of_init_batch_is_that_of_brute_force(name, runs):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.core
 STATES = {"x": ((), "float32")}
 
 
-def attention(**sizes):
+def make_attention(**sizes):
     sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=3, rope=ROPE) | sizes
     return attention_cache(**sizes)
 
@@ -30,7 +30,9 @@ def both_orders(*parts):
     return [parts, parts[::-1]]
 
 
-@pytest.mark.parametrize("parts", both_orders(attention(cells=4), attention(cells=9)), ids=[1, 2])
+@pytest.mark.parametrize(
+    "parts", both_orders(make_attention(cells=4), make_attention(cells=9)), ids=[1, 2]
+)
 def test_plan_fits_where_every_part_has_cells(parts):
     """The sequence with fewer tokens fits, in any order of the tokens."""
     for tokens, refused in (([[1, 2], [3, 4, 5]], 1), ([[1, 2, 3], [4, 5]], 0)):
@@ -41,11 +43,11 @@ def test_plan_fits_where_every_part_has_cells(parts):
         assert (plan.expected[refused], plan.actual[refused]) == (3, 2)
 
 
-def states(**sizes):
+def make_states(**sizes):
     return recurrent_cache(1, STATES, sequences=3, **sizes)
 
 
-@pytest.mark.parametrize("parts", both_orders(attention(cells=9), states()), ids=[1, 2])
+@pytest.mark.parametrize("parts", both_orders(make_attention(cells=9), make_states()), ids=[1, 2])
 def test_plan_of_a_shift_in_one_part_is_refused_for_its_sequence(parts):
     cache, ok = jaxkv.seq_add(make_hybrid(*parts, counts=(2, 2)), 0, 0, -1, delta=3)
     assert ok
@@ -56,7 +58,7 @@ def test_plan_of_a_shift_in_one_part_is_refused_for_its_sequence(parts):
 
 
 @pytest.mark.parametrize(
-    "parts", both_orders(attention(cells=9), states(max_rollback=1)), ids=[1, 2]
+    "parts", both_orders(make_attention(cells=9), make_states(max_rollback=1)), ids=[1, 2]
 )
 def test_edit_that_one_part_refuses_changes_no_part(parts):
     """States cannot lose tokens in the middle; the last positions would stay equal."""
@@ -70,7 +72,7 @@ def test_edit_that_one_part_refuses_changes_no_part(parts):
 
 def test_parts_with_other_last_positions_are_read_and_emptied():
     counts = (3, 2, 1), (2, 2, 0)
-    ends = [make_hybrid(attention(cells=9), counts=count).parts[0] for count in counts]
+    ends = [make_hybrid(make_attention(cells=9), counts=count).parts[0] for count in counts]
     for one, other in both_orders(*ends):
         cache = make_hybrid(one, other)
         assert cache.seq_pos_min([0, 1, 2]).tolist() == [0, 0, -1]
@@ -89,7 +91,7 @@ def test_parts_with_other_last_positions_are_read_and_emptied():
         assert ok and jaxkv.init_batch(rest, make_batch([[1], [2]])).ok
 
 
-POOLS = [attention(cells=cells, sequences=4, streams=2) for cells in (4, 9)]
+POOLS = [make_attention(cells=cells, sequences=4, streams=2) for cells in (4, 9)]
 
 
 @pytest.mark.parametrize("parts", both_orders(*POOLS), ids=[1, 2])

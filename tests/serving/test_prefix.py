@@ -34,11 +34,11 @@ WINDOW = replace(POOL, windows=(jaxkv.Window.sliding(6),))
 STREAMS = Kind("streams", cells=12, sequences=3, streams=3)
 
 
-def hybrid(max_rollback=0):
+def make_hybrid(max_rollback=0):
     return compose_hybrid_cache((POOL.make(), [0, 1]), (make_states(max_rollback), [2]))
 
 
-MAKES = {"full": POOL.make, "window": WINDOW.make, "states": make_states, "hybrid": hybrid}
+MAKES = {"full": POOL.make, "window": WINDOW.make, "states": make_states, "hybrid": make_hybrid}
 over_kinds = pytest.mark.parametrize("kind", mark_cases(MAKES, fast=["hybrid"]))
 
 
@@ -196,11 +196,11 @@ def test_prefix_needs_a_state_that_is_kept():
 
 
 def test_prefix_in_a_hybrid_needs_all_of_its_parts():
-    server = make_server(hybrid(), [1, 2], range(8))
+    server = make_server(make_hybrid(), [1, 2], range(8))
     assert server.ask([*range(6), 50]) == (0, Miss.NO_STATE)
     assert server.remember(range(6)) is Miss.NO_STATE
     for texts in ((range(8), range(6)), (range(6), range(8))):
-        server = make_server(hybrid(), [1, 2], *texts)
+        server = make_server(make_hybrid(), [1, 2], *texts)
         assert len(server.texts) == 2  # the longer one does not replace the shorter
     assert server.ask([*range(6), 50]) == (6, Miss.NONE)
     assert server.ask([*range(7), 50]) == (6, Miss.NO_STATE)
@@ -276,7 +276,7 @@ RANDOM = {
     "window": replace(POOL, cells=24, windows=(jaxkv.Window.sliding(3),)).make,
     "streams": replace(POOL, cells=24, streams=3).make,
     "states": lambda: make_states(max_rollback=1),
-    "hybrid": hybrid,
+    "hybrid": make_hybrid,
 }
 
 

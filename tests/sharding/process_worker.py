@@ -44,9 +44,9 @@ CASES = {
 """Layers, sizes of the cache, and axes of the mesh; -1 means the remaining devices."""
 
 
-def make(name: str) -> Any:
+def make_case_cache(name: str) -> Any:
     layers, sizes, _ = CASES[name]
-    return tiny.make(layers, rope=jaxkv.Rope.make(4, base=100.0), **sizes)
+    return tiny.make_tiny(layers, rope=jaxkv.Rope.make(4, base=100.0), **sizes)
 
 
 def params() -> jax.Array:
@@ -171,8 +171,8 @@ def compare_edits(name: str) -> None:
         return {step: (cache, jax.device_get(rest)) for step, cache, rest in steps}
 
     with jax.set_mesh(mesh_of(name)):
-        together = noted(place_on_mesh(make(name)), params())
-    alone = share_result(lambda: jax.device_get(noted(make(name), tiny.params())))
+        together = noted(place_on_mesh(make_case_cache(name)), params())
+    alone = share_result(lambda: jax.device_get(noted(make_case_cache(name), tiny.params())))
     tiny.assert_close(together, alone, name)
 
 
@@ -191,8 +191,8 @@ def requests() -> None:
         return [(one.request.tag, one.tokens, one.logprobs, one.reason.name) for one in results]
 
     with jax.set_mesh(mesh_of("hybrid")):
-        got = served(place_on_mesh(make("hybrid")), params())
-    wanted = share_result(lambda: served(make("hybrid"), tiny.params()))
+        got = served(place_on_mesh(make_case_cache("hybrid")), params())
+    wanted = share_result(lambda: served(make_case_cache("hybrid"), tiny.params()))
     tiny.assert_close(got, wanted, "requests")
 
 
@@ -200,7 +200,7 @@ def compare_batches() -> None:
     """Processes with equal batches and tables pass; different ones raise."""
     number = jax.process_index()
     with jax.set_mesh(mesh_of("tensor")):
-        cache = apply_batch(place_on_mesh(make("tensor")), make_batch([[1, 2], [3]]))
+        cache = apply_batch(place_on_mesh(make_case_cache("tensor")), make_batch([[1, 2], [3]]))
         other_batch = make_batch([[1, 2, 3, 4 + number], [5, 6]])
         sharding.assert_in_sync(cache, make_batch([1]))
         for args in [(cache, other_batch), (apply_batch(cache, other_batch), make_batch([1]))]:
@@ -217,7 +217,7 @@ def global_batches() -> None:
     """Arrays of a batch that are split over processes are not read."""
     mesh = mesh_of("window")
     with jax.set_mesh(mesh):
-        cache, alone = place_on_mesh(make("window")), make("window")
+        cache, alone = place_on_mesh(make_case_cache("window")), make_case_cache("window")
         tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
         where = NamedSharding(mesh, P("data"))
         split = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
@@ -236,7 +236,9 @@ def kill_one(who: int) -> None:
     """One process dies while all compute; the others must not wait for ever."""
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
-        cache, logits, *_ = jaxkv.prefill(forward, params(), place_on_mesh(make("tensor")), prompt)
+        cache, logits, *_ = jaxkv.prefill(
+            forward, params(), place_on_mesh(make_case_cache("tensor")), prompt
+        )
         begun = generation.init_decode(cache, logits=logits, sampler=SAMPLER).state
         for turn in range(10**6):
             picked = jaxkv.decode(forward, params(), cache, begun, num_tokens=8, sampler=SAMPLER)

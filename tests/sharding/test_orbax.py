@@ -15,14 +15,14 @@ from tests.sharding import tiny
 ocp = pytest.importorskip("orbax.checkpoint", reason="the package orbax-checkpoint is missing")
 
 
-def make():
-    return tiny.make("arar", streams=4)
+def make_saved():
+    return tiny.make_tiny("arar", streams=4)
 
 
 @pytest.mark.nightly
 def test_orbax_restores_hybrid_cache_on_another_mesh(tmp_path):
     rng = np.random.default_rng(0)
-    table, buffers = split(make())
+    table, buffers = split(make_saved())
     buffers = jax.tree.map(lambda x: rng.integers(0, 99, x.shape).astype(x.dtype), buffers)
     cache = apply_batch(merge(table, buffers), [[1, 2], [3, 4], [5, 6]])
     cache = jaxkv.seq_cp(cache, 0, 3).cache
@@ -32,7 +32,7 @@ def test_orbax_restores_hybrid_cache_on_another_mesh(tmp_path):
             checkpointer.save(path, place_on_mesh(cache))
             checkpointer.wait_until_finished()
         mesh = mesh_of(data=4, cells=2)
-        shapes = sharding.shapes(make, mesh, RULES)
+        shapes = sharding.shapes(make_saved, mesh, RULES)
         restored = checkpointer.restore(path, shapes)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, shapes))
     plain = merge(restored.table.with_sharding_rules(None), restored.buffers)

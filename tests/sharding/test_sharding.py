@@ -18,13 +18,7 @@ from tests.attention.formula import slope
 from tests.cells import state_machine
 from tests.cells.test_stateful import run_machine
 from tests.helpers import edit_sequences
-from tests.helpers.caches import (
-    LAYERS,
-    Kind,
-    assert_identical,
-    attend_signed,
-    attention_cache,
-)
+from tests.helpers.caches import LAYERS, Kind, assert_identical, attend_signed, attention_cache
 from tests.helpers.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, place_on_mesh
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import mark_cases
@@ -108,7 +102,7 @@ def run_edits(params, cache):
 @pytest.mark.parametrize("mode, streams, axes", mark_cases(MODES, core=MODES[:1]), ids=str)
 def test_edits_and_steps_on_mesh_match_one_device(mode, streams, axes):
     cells, rope = 16 if streams == 1 else 12, jaxkv.Rope.make(4, base=100.0)  # all shares are used
-    plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
+    plain = tiny.make_tiny("aa", cells=cells, streams=streams, rope=rope)
     wanted = run_edits(tiny.params(), plain)
     with jax.set_mesh(mesh_of(mode, **axes)):
         cache = place_on_mesh(plain)
@@ -229,6 +223,6 @@ def test_program_on_mesh_compiles_once_for_its_own_result():
     """JAX compiles again for another `PartitionSpec`, also if only a trailing None differs."""
     cut = jax.jit(lambda cache: jaxkv.seq_rm(cache, 0, 1).cache)
     with jax.set_mesh(mesh_of(data=2, tensor=2)):
-        cache = place_on_mesh(tiny.make("ar", cells=8, sequences=2, streams=2))
+        cache = place_on_mesh(tiny.make_tiny("ar", cells=8, sequences=2, streams=2))
         cut(cut(cache))
     assert cut._cache_size() == 1

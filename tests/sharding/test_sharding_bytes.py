@@ -49,8 +49,7 @@ def test_step_sends_no_keys_and_no_tables(name, window):
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"),
-    mark_cases([(name, 1) for name in PODS] + [("all", 16)], core=[("all", 1)]),
+    ("name", "tokens"), mark_cases([(name, 1) for name in PODS] + [("all", 16)], core=[("all", 1)])
 )
 def test_attend_sends_what_the_layout_says(name, tokens):
     """Exact bytes, proportional to the tokens of each sequence."""

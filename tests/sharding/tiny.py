@@ -18,10 +18,10 @@ KINDS = {
     "groups": ("a", {"streams": 2, "window": jaxkv.Window.sliding(6)}),
     "hybrid": ("ar", {"streams": 4}),
 }
-"""The layers of the model, see `make`, and options of the cache."""
+"""The layers of the model, see `make_tiny`, and options of the cache."""
 
 
-def make(layers, *, sequences=4, streams=1, **attention):
+def make_tiny(layers, *, sequences=4, streams=1, **attention):
     """Make a cache of layers with attention, `a`, or recurrent states, `r`."""
     sizes = {"sequences": sequences, "streams": streams}
     places = {kind: [i for i, one in enumerate(layers) if one == kind] for kind in sorted(layers)}

@@ -1,10 +1,12 @@
-"""Caches to save, and randomly damaged files."""
+"""Small caches to save, random numbers in them, and randomly damaged files."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import merge
+from tests.helpers.caches import attention_cache, recurrent_cache
+from tests.helpers.edit_sequences import STATES
 
 
 def damage(data, rng, stop):
@@ -32,3 +34,13 @@ def randomize(cache, seed=0):
 
     rng = np.random.default_rng(seed)
     return merge(cache.table, jax.tree.map(draw, cache.buffers))
+
+
+def make_small(**changes):
+    sizes = {"layers": 2, "cells": 8, "kv_heads": 2, "head_dim": 4, "sequences": 2}
+    return attention_cache(**{**sizes, **changes})
+
+
+def make_recurrent(**changes):
+    sizes = {"layers": 2, "states": STATES, "sequences": 2}
+    return recurrent_cache(**{**sizes, **changes})
