@@ -55,21 +55,25 @@ OPTIONS = [
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
     "jaxkv/core/hashing.py": "arguments stale_plans rewind plan_reasons batch recurrent",
-    "jaxkv/kv/cells.py": "arguments limits invariants llama_cpp_edge_cases streams copies window "
-    "shift stale_plans rewind stateful plan_reasons sets every_argument unwritten_layers",
-    "jaxkv/kv/eviction.py": "window copies stateful every_argument",
-    "jaxkv/kv/slots.py": "arguments limits llama_cpp_edge_cases window streams copies "
+    "jaxkv/kv/cells.py": "arguments limits invariants llama_cpp_edge_cases streams seq_cp "
+    "seq_select window shift seq_add seq_rm stale_plans rewind stateful plan_reasons sets "
+    "every_argument unwritten_layers",
+    "jaxkv/kv/eviction.py": "window seq_cp seq_select stateful every_argument",
+    "jaxkv/kv/slots.py": "arguments limits llama_cpp_edge_cases window streams seq_cp seq_select "
     "plan_reasons rewind stale_plans stateful recurrent every_argument sharding unwritten_layers "
     "prefix sets",
-    "jaxkv/kv/placement.py": "striped own_placement limits window copies stateful every_argument",
+    "jaxkv/kv/placement.py": "striped own_placement limits window seq_cp seq_select stateful "
+    "every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/cross_attention.py": "sources families",
-    "jaxkv/kv/copy_pooled.py": "copies stateful every_argument sharding unwritten_layers",
-    "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale_plans stateful "
-    "every_argument prefix",
-    "jaxkv/recurrent/copy.py": "prefix copies recurrent stale_plans stateful every_argument",
+    "jaxkv/kv/copy_pooled.py": "seq_cp seq_select stateful every_argument sharding "
+    "unwritten_layers",
+    "jaxkv/recurrent/s*.py": "arguments limits seq_cp seq_select seq_rm seq_add rewind invariants "
+    "recurrent stale_plans stateful every_argument prefix",
+    "jaxkv/recurrent/copy.py": "prefix seq_cp seq_select recurrent stale_plans stateful "
+    "every_argument",
     "jaxkv/hybrid.py": "arguments limits window recurrent stale_plans plan_reasons stateful "
-    "sources copies hybrid_plans",
+    "sources seq_cp seq_select hybrid_plans",
     "jaxkv/planning/*.py": "layout_edges hybrid_plans arguments limits llama_cpp_edge_cases "
     "plan_reasons batch step sets streams window recurrent stale_plans stateful sources "
     "every_argument loop_contract",

@@ -60,7 +60,7 @@ def formula(
     return xp.einsum("phtn,phnd->pthd", weights, v)
 
 
-def visible(visibility: Visibility) -> np.ndarray:
+def visible_mask(visibility: Visibility) -> np.ndarray:
     """Compute the mask `[P, T, N]` from owners, positions and window."""
     streams, at = np.asarray(visibility.streams), np.asarray(visibility.at, np.int64)[..., None]
     position = np.asarray(visibility.position, np.int64)[streams][:, None]
@@ -88,7 +88,7 @@ def bias_between(visibility: Visibility) -> Any:
         at = visibility.at[:, None, :, None]
         position = visibility.position[visibility.streams][:, None, None]
         # A finite bias and derivative for hidden cells.
-        position = jnp.where(visible(visibility)[:, None], position, at)
+        position = jnp.where(visible_mask(visibility)[:, None], position, at)
         heads = visibility.bias.heads[None, :, None, None]
         return visibility.bias.function.value(at, position, heads)
     return 0.0 if visibility.bias is None else visibility.bias.swapaxes(1, 2)
@@ -100,7 +100,7 @@ def numbers(stored: Any) -> jax.Array:
     return storage_of(one).decode()
 
 
-def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def quantise(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Quantise numbers `[..., D]`: return codes, and a scale for each 128 numbers."""
     x, most, codes, scales = np.asarray(x, np.float32), MOST[dtype], [], []
     for first in range(0, x.shape[-1], 128):
@@ -115,8 +115,8 @@ def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(codes, axis=-1), np.concatenate(scales, axis=-1)
 
 
-def rounded(x: Any, dtype: str) -> np.ndarray:
-    codes, scales = coded(x, dtype)
+def round_to_storage(x: Any, dtype: str) -> np.ndarray:
+    codes, scales = quantise(x, dtype)
     return codes.astype(np.float32) * np.repeat(scales, 128, axis=-1)[..., : codes.shape[-1]]
 
 
@@ -131,7 +131,7 @@ class Case(NamedTuple):
         values = self.v.slice_values(keys) if isinstance(self.v, ValueSlice) else numbers(self.v)
         keys, values = (np.asarray(x)[np.asarray(self.visibility.streams)] for x in (keys, values))
         bias = np.asarray(bias_between(self.visibility), np.float64)
-        return formula(self.q, keys, values, visible(self.visibility), options, bias)
+        return formula(self.q, keys, values, visible_mask(self.visibility), options, bias)
 
 
 def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
@@ -182,7 +182,7 @@ def visibility(
     return jax.tree.map(jnp.asarray, made)
 
 
-def case(
+def make_case(
     seed=0, *, heads=4, groups=2, size=8, value_dim=None, dtype="float32", queries="float32",
     factor=1.0, stacked=False, **options,
 ) -> Case:  # fmt: skip

@@ -17,10 +17,10 @@ from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.window import Window
-from tests.attention.formula import PLAIN, case, formula, visible
-from tests.attention.ways import TRITON, WAYS, WEIGH, attend, attended
+from tests.attention.formula import PLAIN, formula, make_case, visible_mask
+from tests.attention.ways import TRITON, WAYS, WEIGH, attend, attend_jitted
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 DATA = Path(__file__).parent.parent / "data"
 core = pytest.mark.core
@@ -96,16 +96,16 @@ def in_core(way, name):
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), in_lanes(MATRIX, fast=FAST, core=[one for one in MATRIX if in_core(*one)])
+    ("way", "name"), mark_cases(MATRIX, fast=FAST, core=[one for one in MATRIX if in_core(*one)])
 )
 def test_attend_matches_formula(way, name):
-    one, options = case(**CASES[name]), OPTIONS.get(name, PLAIN)
+    one, options = make_case(**CASES[name]), OPTIONS.get(name, PLAIN)
     if (way, name) in REFUSED:
         why = "with softcap and sinks" if way == "xla" else "for 'pallas'|with bias, got 'pallas'"
         with pytest.raises(ValueError, match=why):
-            attended(way, *one, options)
+            attend_jitted(way, *one, options)
         return
-    got = attended(way, *one, options)
+    got = attend_jitted(way, *one, options)
     assert got.dtype == one.q.dtype
     close = 2e-2 if jnp.bfloat16 in (got.dtype, one.k.dtype) else 5e-6
     exact = way == "default" and got.dtype == jnp.float32  # 16 bits of queries and weights or more
@@ -116,9 +116,9 @@ def test_attend_matches_formula(way, name):
 
 
 def test_reference_matches_formula():
-    one = case(heads=3, groups=1)
+    one = make_case(heads=3, groups=1)
     k, v = (x[one.visibility.streams] for x in one[1:3])
-    found = reference(one.q, k, v, visible(one.visibility), ALL)
+    found = reference(one.q, k, v, visible_mask(one.visibility), ALL)
     np.testing.assert_allclose(found, one.wanted(ALL), atol=2e-6)
 
 
@@ -132,60 +132,60 @@ SECOND_HALF = np.array([False, False, True, True])
 """The query heads of key head 1."""
 
 
-@pytest.mark.parametrize("way", in_lanes(WAYS, fast=["default"], core=[*WAYS]))
+@pytest.mark.parametrize("way", mark_cases(WAYS, fast=["default"], core=[*WAYS]))
 def test_attend_nan_key_shows_where_seen_alone(way):
     """Hidden keys may be non-finite, in active tiles and in others; values are always finite."""
-    q, k, v, looks = case(**CASES["few tiles"])
-    mask = visible(looks)
+    q, k, v, looks = make_case(**CASES["few tiles"])
+    mask = visible_mask(looks)
     hidden = np.broadcast_to(~mask.any(1)[:, None, :, None], k.shape)
-    clean = attended(way, q, k, v, looks)
+    clean = attend_jitted(way, q, k, v, looks)
     for value in (np.nan, np.inf, -np.inf):
         if way != "xla" or np.isnan(value):  # XLA takes the maximum over hidden logits too
-            dirty = attended(way, q, jnp.where(hidden, value, k), v, looks)
+            dirty = attend_jitted(way, q, jnp.where(hidden, value, k), v, looks)
             np.testing.assert_array_equal(dirty, clean)
     large = 3e38 if way == "on masks" else 1e30  # large but finite, also summed over tiles
-    dirty = attended(way, q, k, jnp.where(hidden, large, v), looks)
+    dirty = attend_jitted(way, q, k, jnp.where(hidden, large, v), looks)
     np.testing.assert_array_equal(dirty, clean)
     for p, _, cell in np.argwhere(mask)[[0, -1]]:
         sees = mask[:, :, cell] & (np.arange(3) == p)[:, None]
-        broken = attended(way, q, k.at[p, 1, cell, 2].set(np.nan), v, looks)
+        broken = attend_jitted(way, q, k.at[p, 1, cell, 2].set(np.nan), v, looks)
         assert_nan_where(sees[..., None] & SECOND_HALF, broken, clean)
 
 
 @core
 @pytest.mark.parametrize("way", ["default", "tiles", "whole", "xla"])
 def test_attend_nan_bias_shows_where_seen_alone(way):
-    q, k, v, looks = case(**CASES["bias array"])
-    mask = visible(looks)
+    q, k, v, looks = make_case(**CASES["bias array"])
+    mask = visible_mask(looks)
     bias = np.nan_to_num(looks.bias, neginf=0)
-    clean = attended(way, q, k, v, replace(looks, bias=jnp.asarray(bias)))
+    clean = attend_jitted(way, q, k, v, replace(looks, bias=jnp.asarray(bias)))
     for value in (np.nan, np.inf):
         dirty, sees = np.where(mask[:, :, None], bias, value), np.zeros(clean.shape[:3], bool)
         dirty[0, 1, 2, mask[0, 1].argmax()], sees[0, 1, 2] = value, True
-        broken = attended(way, q, k, v, replace(looks, bias=jnp.asarray(dirty)))
+        broken = attend_jitted(way, q, k, v, replace(looks, bias=jnp.asarray(dirty)))
         assert_nan_where(sees, broken, clean)
 
 
 @core
 @pytest.mark.parametrize("way", ["default", "tpu", "gpu", "elsewhere"])
 def test_attend_nan_scale_shows_where_seen_alone(way):
-    q, k, v, looks = case(**CASES["int8"])
-    mask = visible(looks)
+    q, k, v, looks = make_case(**CASES["int8"])
+    mask = visible_mask(looks)
     cell, sees = np.argmax(mask[1].any(0)), np.zeros(q.shape[:3], bool)
     sees[1] = mask[1, :, cell, None] & SECOND_HALF
     broken = type(k)(codes=k.codes, scales=k.scales.at[1, 1, cell].set(jnp.nan))
-    clean = attended(way, q, k, v, looks)
-    assert_nan_where(sees, attended(way, q, broken, v, looks), clean)
+    clean = attend_jitted(way, q, k, v, looks)
+    assert_nan_where(sees, attend_jitted(way, q, broken, v, looks), clean)
 
 
 @pytest.mark.parametrize("way", ["on masks", pytest.param("tpu", marks=core)])
 def test_attend_overflowing_logits_hide_hidden_cells(way):
     """Visible cells get the weight, even where each of their logits is -inf."""
-    q, k, v, looks = case()
-    mask = visible(looks)
+    q, k, v, looks = make_case()
+    mask = visible_mask(looks)
     shown = mask.any(1)[:, None, :, None]
     v = np.where(shown, v, 1e6)
-    got = attended(way, q * 0 + 3e38, jnp.where(shown, -3e38, k), jnp.asarray(v), looks)
+    got = attend_jitted(way, q * 0 + 3e38, jnp.where(shown, -3e38, k), jnp.asarray(v), looks)
     wanted = formula(0 * q, 0 * k, v, mask)  # all weights are equal
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=2e-6)
 
@@ -220,7 +220,7 @@ def test_whole_sums_of_many_weights_are_exact():
 @core
 @pytest.mark.parametrize("name", ["tpu", "gpu", "tiles"])
 def test_weigh_open_sums_of_parts_join(name):
-    one = case(4, cells=LONG)
+    one = make_case(4, cells=LONG)
     weigh = {**WEIGH, **dispatch.IMPLEMENTATIONS, "tpu": dispatch.IMPLEMENTATIONS["pallas"]}[name]
 
     @partial(jax.jit, static_argnums=1)
@@ -244,7 +244,7 @@ def test_attend_unknown_or_unfit_implementation_raises():
 MODELS = ("llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma", "mamba2")
 
 
-@pytest.mark.parametrize("name", in_lanes(MODELS, fast=["llama_tied", "mamba2"]))
+@pytest.mark.parametrize("name", mark_cases(MODELS, fast=["llama_tied", "mamba2"]))
 def test_model_passes_implementation_on(name):
     expected = "has no attention" if name == "mamba2" else "expected an implementation of .*"
     with pytest.raises((ValueError, models.ModelError), match=f"{expected}.*'flash'"):

@@ -12,11 +12,11 @@ from jax.tree_util import Partial
 
 import jaxkv
 from models.compiling import counting
-from tests.attention.lives import CLOSE, arrays_for, begun, between, lived_in, seen
+from tests.attention.lives import CLOSE, by_formula, draw_qkv, make_edited, read_bias, start_step
 from tests.helpers.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
-from tests.helpers.meshes import mesh_of, placed
+from tests.helpers.meshes import mesh_of, place_on_mesh
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "kind, form, mode, axes, sequences", in_lanes(CASES, [CASES[0], CASES[3], CASES[4]]), ids=str
+    "kind, form, mode, axes, sequences", mark_cases(CASES, [CASES[0], CASES[3], CASES[4]]), ids=str
 )
 def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
     """Trap 55: a bias uses shifted positions.
@@ -66,21 +66,23 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
     On a mesh shards of heads have their head numbers, and shards of cells their part of an array.
     """
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
-        cache = lived_in(kind)
+        cache = make_edited(kind)
         batch = jaxkv.make_batch([[1, 2]] * len(sequences), sequences=[*sequences])
         plan = jaxkv.init_batch(cache, batch).check()
-        step, mine = (jaxkv.apply(x, plan) for x in (cache, placed(cache) if axes else cache))
-        q, k, v = arrays_for(step)
+        step, mine = (
+            jaxkv.apply(x, plan) for x in (cache, place_on_mesh(cache) if axes else cache)
+        )
+        q, k, v = draw_qkv(step)
         after = jaxkv.write_kv(step, 0, k, v)
         ahead = jnp.arange(step.valid.size, dtype=jnp.int32).reshape(step.valid.shape) % 3 - 1
         there = jnp.where(step.valid, step.positions, -1)
         last = jnp.full(kind.sequences, -1).at[step.sequences].max(there)[step.sequences]
         for visible_until in (None, jnp.minimum(step.positions + ahead, last)):
-            added = between(T5, after, visible_until)
+            added = read_bias(T5, after, visible_until)
             array = added.swapaxes(1, 2).reshape(*step.valid.shape, H, -1)
             bias = T5 if form == "function" else array
             ours, out = jaxkv.attend(mine, 0, q, k, v, bias=bias, visible_until=visible_until)
-            wanted = seen(after, 0, q, np.nan_to_num(added), visible_until=visible_until)
+            wanted = by_formula(after, 0, q, np.nan_to_num(added), visible_until=visible_until)
             np.testing.assert_allclose(out, wanted, **CLOSE)
         looked = jaxkv.write_kv(mine, 0, k, v)
         views = [jaxkv.read_kv(one, 0) for one in (ours, looked, after)]
@@ -90,8 +92,8 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
 
 def test_attend_bias_function_compiles_once():
     """Another weight, and the same function in another `Partial`, reuse the program."""
-    step = begun(SMALL.make())
-    q, k, v = arrays_for(step)
+    step = start_step(SMALL.make())
+    q, k, v = draw_qkv(step)
 
     def slope(weight, query, key, head):
         return weight * (query - key)
@@ -107,8 +109,8 @@ def test_attend_bias_function_compiles_once():
 
 
 def test_attend_bad_bias_or_until_raises():
-    step = begun(SMALL.make())
-    q, k, v = arrays_for(step)
+    step = start_step(SMALL.make())
+    q, k, v = draw_qkv(step)
 
     def call(**options):
         return jaxkv.attend(step, 0, q, k, v, **options)

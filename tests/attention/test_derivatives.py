@@ -13,10 +13,10 @@ from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.bias import PositionBias
 from jaxkv.ops.attention.dispatch import attention
 from jaxkv.ops.attention.softmax import AttentionOptions
-from tests.attention.formula import PLAIN, bias_between, case, formula, places, visible
+from tests.attention.formula import PLAIN, bias_between, formula, make_case, places, visible_mask
 from tests.attention.ways import WAYS
 from tests.helpers.caches import attention_cache
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 core = pytest.mark.core
 ALL = AttentionOptions(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 4))
@@ -31,7 +31,7 @@ CASES = {
 
 def by_formula(q, k, v, visibility, options):
     k, v = k[visibility.streams], v[visibility.streams]
-    return formula(q, k, v, visible(visibility), options, bias_between(visibility), xp=jnp)
+    return formula(q, k, v, visible_mask(visibility), options, bias_between(visibility), xp=jnp)
 
 
 def weights_of(bias):
@@ -45,7 +45,7 @@ def loss(way, q, k, v, visibility, weights, options=PLAIN):
     return jnp.sum(jnp.sin(out) * jnp.linspace(1, 2, out.size).reshape(out.shape))
 
 
-def derived(way, q, k, v, visibility, options):
+def derive_all(way, q, k, v, visibility, options):
     """Derivatives by queries, keys, values, sinks and bias: reverse mode, one forward direction."""
     arrays = q, k, v, options.sinks, weights_of(visibility.bias)
 
@@ -71,16 +71,16 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("way", "name"), in_lanes(MATRIX, MATRIX[:1], MATRIX), ids=str)
+@pytest.mark.parametrize(("way", "name"), mark_cases(MATRIX, MATRIX[:1], MATRIX), ids=str)
 def test_attend_derivatives_match_formula(way, name):
     """Reverse and forward mode; cells hidden from all tokens are not read."""
     arguments, options = CASES[name]
-    q, k, v, visibility = case(**arguments)
-    wanted = derived(by_formula, q, k, v, visibility, options)
+    q, k, v, visibility = make_case(**arguments)
+    wanted = derive_all(by_formula, q, k, v, visibility, options)
     seen = np.zeros((3, 40), bool)
-    seen[np.asarray(visibility.streams)] = visible(visibility).any(1)
+    seen[np.asarray(visibility.streams)] = visible_mask(visibility).any(1)
     k, dirty = (jnp.where(seen[:, None, :, None], x, jnp.nan) for x in (k, v))
-    found = derived(WAYS[way], q, k, v if way == "xla" else dirty, visibility, options)
+    found = derive_all(WAYS[way], q, k, v if way == "xla" else dirty, visibility, options)
     assert_close(found, wanted)
 
 
@@ -91,7 +91,9 @@ def stack(*trees):
 @core
 def test_vmap_over_caches_computes_once_and_matches_each():
     """`vmap` must not turn `cond` into a `select`, which computes both branches."""
-    cases = [case(seed, cells=2 * TILE + 40, holes=holes) for seed, holes in enumerate([0.7, 0, 1])]
+    cases = [
+        make_case(seed, cells=2 * TILE + 40, holes=holes) for seed, holes in enumerate([0.7, 0, 1])
+    ]
     alone = partial(WAYS["default"], options=ALL)
     together = jax.jit(jax.vmap(alone)).lower(*stack(*cases)).compile()
     for got, one in zip(together(*stack(*cases)), cases, strict=True):
@@ -106,7 +108,7 @@ def test_vmap_over_caches_computes_once_and_matches_each():
 @pytest.mark.parametrize("bias", ["function", "array"])
 def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
     """Weights or arrays of a bias, shared by all caches (derivatives add up) or one for each."""
-    cases = [case(seed, lists=[2, 0], visible_until=True, bias=bias) for seed in range(2)]
+    cases = [make_case(seed, lists=[2, 0], visible_until=True, bias=bias) for seed in range(2)]
     together, first = stack(*cases), weights_of(cases[0].visibility.bias)
     weights = first if shared else jnp.stack([first, 2 * weights_of(cases[1].visibility.bias)])
 
@@ -132,7 +134,7 @@ def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
 QKV = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4)).astype(np.float32)
 
 
-def told(cache, q, k, v):
+def attend_tokens(cache, q, k, v):
     cache = cache or attention_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
     plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * q.shape[1]))
     step, out = jaxkv.attend(jaxkv.apply(cache, plan), 0, q, k, v)
@@ -145,7 +147,7 @@ def test_grad_through_write_and_view_matches_attend():
     first, last = QKV[:, :, :2], QKV[:, :, 2:]
 
     def attends(cache, q, k, v):
-        return told(cache, q, k, v)[1]
+        return attend_tokens(cache, q, k, v)[1]
 
     def by_hand(cache, q, k, v):
         plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * 2))
@@ -155,7 +157,7 @@ def test_grad_through_write_and_view_matches_attend():
         return jaxkv.ops.attention.attention(q, k, v, mask)
 
     def learn(way, first, last):
-        return jnp.sum(way(told(None, *first)[0], *last)[:, :2] ** 2)
+        return jnp.sum(way(attend_tokens(None, *first)[0], *last)[:, :2] ** 2)
 
     ways = attends, by_hand
     found, wanted = (jax.jit(jax.grad(partial(learn, way), (0, 1)))(first, last) for way in ways)
@@ -166,8 +168,8 @@ def test_grad_through_write_and_view_matches_attend():
 @core
 def test_grad_of_forgotten_nan_is_unchanged():
     def learn(q, k, v, rest):
-        cache, _ = told(None, q, k + rest, v + rest)
-        return jnp.sum(told(jaxkv.clear(cache), q[:, :1], k[:, :1], v[:, :1])[1] ** 2)
+        cache, _ = attend_tokens(None, q, k + rest, v + rest)
+        return jnp.sum(attend_tokens(jaxkv.clear(cache), q[:, :1], k[:, :1], v[:, :1])[1] ** 2)
 
     derive = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))
     for a, b in zip(derive(*QKV, jnp.nan), derive(*QKV, 0.0), strict=True):
@@ -180,7 +182,7 @@ def test_grad_of_jit_checkpoint_and_scan_agree():
     """Here the step is traced first, and differentiated after that trace ended."""
 
     def learn(q, k, v):
-        return jnp.sum(told(None, q, k, v)[1] ** 2)
+        return jnp.sum(attend_tokens(None, q, k, v)[1] ** 2)
 
     def scanned(*arrays):
         _, losses = jax.lax.scan(lambda _, x: (_, learn(*arrays) * x), None, jnp.arange(2.0))
@@ -198,13 +200,13 @@ def test_grad_of_latents_beside_a_broken_text_is_finite(implementation):
     sizes = dict(layers=1, cells=4, kv_heads=1, head_dim=4, sequences=2)
     cache = attention_cache(**sizes, value_dim=slice(2, 4))
 
-    def told(cache, seq, x):
+    def attend_text(cache, seq, x):
         (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=seq)).ubatches
         step, out = jaxkv.attend(jaxkv.apply(cache, ubatch), 0, x, x, implementation=implementation)
         return step.cache, out
 
-    cache, _ = told(cache, 0, jnp.full((1, 1, 1, 4), jnp.nan))
-    slope = jax.grad(lambda x: told(cache, 1, x)[1].sum())(jnp.ones((1, 1, 1, 4)))
+    cache, _ = attend_text(cache, 0, jnp.full((1, 1, 1, 4), jnp.nan))
+    slope = jax.grad(lambda x: attend_text(cache, 1, x)[1].sum())(jnp.ones((1, 1, 1, 4)))
     assert slope[0, 0, 0].tolist() == [0, 0, 1, 1]
 
 

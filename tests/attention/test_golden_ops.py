@@ -1,4 +1,4 @@
-"""Recorded scripts of verbs: positions and logits of llama.cpp with real weights."""
+"""Recorded scripts of edits: positions and logits of llama.cpp with real weights."""
 
 import jax
 import numpy as np
@@ -6,12 +6,12 @@ import pytest
 
 import jaxkv
 from tests.helpers.caches import edit
-from tests.models.golden import check_logits, golden
+from tests.models.golden import check_logits, read_golden
 
 pytestmark = pytest.mark.nightly
 
 SEQUENCES = 8  # more than any script needs; equal in both golden tests, which share programs
-SCRIPTS = {script["name"]: script for script in golden("ops")}
+SCRIPTS = {script["name"]: script for script in read_golden("ops")}
 
 
 CASES = [(name, False) for name in SCRIPTS]

@@ -14,10 +14,10 @@ from jaxkv import CacheSpec, make_batch, make_cache, sharding
 from jaxkv.kv.layer_kv import HeadSizes
 from jaxkv.kv.make import choose_heads_per_row, default_lanes
 from jaxkv.ops.storage.latent import ValueSlice
-from tests.generation.tiny import load
+from tests.generation.tiny import load_tiny
 from tests.helpers.meshes import mesh_of
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 HEADS, SIZE, VALUE, QUERIES = 4, 8, 4, 8
 SPEC = CacheSpec.attention(layers=1, kv_heads=HEADS, head_dim=SIZE, value_dim=VALUE)
@@ -38,7 +38,7 @@ WAYS += [("tiles", 16, {"data": 2, "tensor": 2}), ("bias", 16, {"tensor": 2, "ce
 CORE_WAYS = [*WAYS[::4], WAYS[-2]]
 
 
-@pytest.mark.parametrize(("name", "lanes", "axes"), in_lanes(WAYS, core=CORE_WAYS))
+@pytest.mark.parametrize(("name", "lanes", "axes"), mark_cases(WAYS, core=CORE_WAYS))
 def test_attend_and_read_kv_do_not_depend_on_lanes(name, lanes, axes):
     mesh = mesh_of(**axes) if axes else None
     kv = {}
@@ -84,7 +84,7 @@ def test_rotation_of_8_bit_keys_does_not_depend_on_lanes(head_dim, lanes):
 @pytest.mark.nightly
 def test_generate_does_not_depend_on_lanes():
     """Gemma 3: a hybrid cache, whose parts take a number each."""
-    model = load("gemma3")
+    model = load_tiny("gemma3")
     texts = []
     for lanes in (1, (1, 1), (48, 1)):
         cache = model.make_cache(cells=32, sequences=2, lanes=lanes)

@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv.ops.attention.active_tiles import BLOCK, TILE
 from jaxkv.ops.attention.softmax import AttentionOptions
-from tests.attention.formula import case
+from tests.attention.formula import make_case
 from tests.attention.ways import attend
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache, recurrent_cache
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 
 
 def of_attention(implementation=None, **options):
-    arrays = jax.eval_shape(partial(case, **options))
+    arrays = jax.eval_shape(partial(make_case, **options))
     return attend.lower(*arrays, AttentionOptions(), implementation).compile()
 
 
@@ -52,7 +52,7 @@ def test_attend_latent_step_copies_no_keys(tokens):
 
 
 def test_attend_layers_share_mask_and_list_of_tiles():
-    arrays = jax.eval_shape(partial(case, streams=1, tokens=8, cells=8 * TILE))
+    arrays = jax.eval_shape(partial(make_case, streams=1, tokens=8, cells=8 * TILE))
 
     def layers(q, k, v, visibility, count):
         for _ in range(count):
@@ -71,11 +71,11 @@ def test_attend_layers_share_mask_and_list_of_tiles():
     assert (four[1] - one[1], four[2] - one[2]) == (3, 3)
 
 
-def look(step, layer, x):
+def attend_layer(step, layer, x):
     return jaxkv.attend(step, layer, x, x, x)
 
 
-def go_on(step, layer, x):
+def add_to_state(step, layer, x):
     state = jaxkv.read_states(step, layer)["sum"] + jnp.sum(x, axis=1)
     return jaxkv.write_states(step, layer, {"sum": state}), x + state[:, None]
 
@@ -83,9 +83,9 @@ def go_on(step, layer, x):
 cells = partial(attention_cache, cells=64, kv_heads=2, head_dim=8)
 states = partial(recurrent_cache, states={"sum": ((2, 8), jnp.float32)})
 HASHES = {
-    "one sequence": (look, cells, 1),
-    "a stream each": (look, partial(cells, streams=3), 3),
-    "states of one sequence": (go_on, states, 1),
+    "one sequence": (attend_layer, cells, 1),
+    "a stream each": (attend_layer, partial(cells, streams=3), 3),
+    "states of one sequence": (add_to_state, states, 1),
 }
 
 
@@ -117,10 +117,10 @@ def test_step_layers_hash_nothing(name):
 
 
 def rotate_and_look(step, layer, x):
-    return look(step, layer, jaxkv.Rope.make(8, base=1e4).rotate(x, step.positions))
+    return attend_layer(step, layer, jaxkv.Rope.make(8, base=1e4).rotate(x, step.positions))
 
 
-@pytest.mark.parametrize("of_layer, make", [(rotate_and_look, cells), (go_on, states)])
+@pytest.mark.parametrize("of_layer, make", [(rotate_and_look, cells), (add_to_state, states)])
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_layers_share_compiled_loops(of_layer, make, tokens):
     """XLA compiles equal fusions once; only small ones, which slice the table, differ in layers."""

@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv.window import Window
 from tests.attention.formula import formula
 from tests.helpers.caches import attention_cache
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -20,7 +20,7 @@ IMAGE = np.arange(COUNT, dtype=np.int32)
 IMAGE[3:9] = 8  # these attend to each other
 
 
-def model(how, window):
+def make_model(how, window):
     """A layer whose tokens attend to later positions, and the expected mask, `[B, B]`."""
     at = np.arange(COUNT)
     last = IMAGE if how == "visible_until" else np.full(COUNT, COUNT - 1)
@@ -45,10 +45,10 @@ CORE = CASES[2], CASES[5], CASES[7], CASES[10]
 
 
 @pytest.mark.parametrize(
-    ("how", "window", "streams"), in_lanes(CASES, fast=[CASES[0], CASES[9]], core=CORE), ids=str
+    ("how", "window", "streams"), mark_cases(CASES, fast=[CASES[0], CASES[9]], core=CORE), ids=str
 )
 def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
-    forward, sees = model(how, window)
+    forward, sees = make_model(how, window)
     heads = X[None, :, None]
     wanted = formula(heads, *[heads.swapaxes(1, 2)] * 2, sees[None])[0, :, 0]
     for size in (16, 8, 4):

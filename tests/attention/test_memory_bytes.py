@@ -1,4 +1,4 @@
-"""No verb or step copies the cache: temporary bytes are below half of one layer's keys.
+"""No edit or step copies the cache: temporary bytes are below half of one layer's keys.
 
 Nothing runs. The pool is so large that a copy of any layer exceeds the bound.
 """
@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv.ops.storage.forms import storage_of
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache, recurrent_cache
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
 LAYER = CELLS * HEADS * SIZE * 4  # bytes of one layer's keys in float32, 8 MB
@@ -50,12 +50,12 @@ def step(cache, ubatch):
     return step.cache, x
 
 
-def planned(cache):
+def plan_token(cache):
     return jaxkv.plan_step(cache, jnp.zeros(1, int)).ubatch
 
 
 def planned_step(cache):
-    return step(cache, planned(cache))[0]
+    return step(cache, plan_token(cache))[0]
 
 
 def check(program, *args, tokens=0, dtype="float32"):
@@ -79,7 +79,7 @@ STEPS += [("bfloat16", 1, stacked) for stacked in (False, True)]
 
 
 @pytest.mark.parametrize(
-    "dtype, tokens, stacked", in_lanes(STEPS, core=[*STEPS[:4], STEPS[5], *STEPS[-2:]])
+    "dtype, tokens, stacked", mark_cases(STEPS, core=[*STEPS[:4], STEPS[5], *STEPS[-2:]])
 )
 def test_step_copies_no_layer(dtype, tokens, stacked):
     cache = cache_shapes(dtype, stacked=stacked)
@@ -91,7 +91,7 @@ def test_step_copies_no_layer(dtype, tokens, stacked):
 
 def write_and_look(cache):
     """A layer that is not written is passed through."""
-    step = jaxkv.apply(cache, planned(cache))
+    step = jaxkv.apply(cache, plan_token(cache))
     x = jnp.ones((1, 1, 2 * HEADS, SIZE))
     step = jaxkv.write_kv(step, 0, x[:, :, :HEADS], x[:, :, HEADS:])
     return jaxkv.attend(step, 0, x)
@@ -104,13 +104,13 @@ def loop(cache):
     return jax.lax.while_loop(lambda carry: carry[1] < 4, body, (cache, 0))
 
 
-def edited(cache):
+def apply_edits(cache):
     for edit in EDITS.values():
         cache = edit(cache)
     return cache
 
 
-@pytest.mark.parametrize(("program", "tokens"), [(write_and_look, 1), (loop, 1), (edited, 0)])
+@pytest.mark.parametrize(("program", "tokens"), [(write_and_look, 1), (loop, 1), (apply_edits, 0)])
 def test_program_copies_no_layer(program, tokens):
     check(program, cache_shapes(), tokens=tokens)
 
@@ -133,9 +133,9 @@ def step_of_states(cache):
     return step.cache
 
 
-@pytest.mark.parametrize(("program", "share"), [(step_of_states, 2), (edited, 100)])
+@pytest.mark.parametrize(("program", "share"), [(step_of_states, 2), (apply_edits, 100)])
 def test_program_of_states_copies_no_layer(program, share):
-    """A step needs space for the states of its rows and not of all cells; a verb needs none."""
+    """A step needs space for the states of its rows and not of all cells; an edit needs none."""
     sizes = {"layers": 2, "sequences": 64, "max_rollback": 3}
     states = {"x": ((64, 1024), jnp.float32)}
     cache = jax.eval_shape(partial(recurrent_cache, states=states, **sizes))
@@ -164,7 +164,7 @@ ANSWERS = {
     "check": jaxkv.Cache.check,
     "init_batch": lambda m: jaxkv.init_batch(m, jaxkv.make_batch(jnp.zeros(32, jnp.int32))),
 }
-# Verbs that move keys and values, in one stream and between streams.
+# Edits that move keys and values, in one stream and between streams.
 MOVES = {
     "update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
     "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
@@ -187,7 +187,7 @@ MOVED = [
 ]
 
 
-@pytest.mark.parametrize("name, dtype, streams, stacked", in_lanes(MOVED, core=MOVED[:5]))
+@pytest.mark.parametrize("name, dtype, streams, stacked", mark_cases(MOVED, core=MOVED[:5]))
 def test_move_copies_no_layer(name, dtype, streams, stacked):
     check(MOVES[name], cache_shapes(dtype, streams=streams, stacked=stacked), dtype=dtype)
 

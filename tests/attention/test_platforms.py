@@ -15,7 +15,7 @@ from jaxkv.ops.attention.softmax import AttentionOptions
 from tests.attention.ways import TRITON, attend
 from tests.helpers.caches import attention_cache
 from tests.helpers.pods import Pod
-from tests.helpers.visibility import sight_of_mask
+from tests.helpers.visibility import make_visibility
 
 pytestmark = pytest.mark.core
 
@@ -105,7 +105,7 @@ def test_lowered_for_tpu_mesh_shares_run_kernel():
 
 def test_lowered_for_tpu_small_streams_are_read_at_once():
     for cells, kernel in ((512, False), (1024, True)):
-        visibility = sight_of_mask(np.zeros((4, 1, cells), bool), range(4), 4)
+        visibility = make_visibility(np.zeros((4, 1, cells), bool), range(4), 4)
         q, k = jnp.zeros((4, 1, 2, 8)), jnp.zeros((4, 2, cells, 8))
         traced = attend.trace(q, k, k, visibility, AttentionOptions())
         text = traced.lower(lowering_platforms=("tpu",)).as_text()

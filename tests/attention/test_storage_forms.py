@@ -1,6 +1,6 @@
 """Caches of 8 bits, latents, stacked layers and rows of heads, against plain float32 caches.
 
-The plain cache contains the numbers that the other one stores, and gets the same verbs.
+The plain cache contains the numbers that the other one stores, and gets the same edits.
 """
 
 from contextlib import nullcontext
@@ -27,12 +27,12 @@ from jaxkv.ops.storage.storage import Storage
 from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import file_bytes
-from tests.attention.formula import MOST, coded, rounded
-from tests.generation.tiny import load
-from tests.helpers.caches import attention_cache, updated
-from tests.helpers.meshes import mesh_of, placed
+from tests.attention.formula import MOST, quantise, round_to_storage
+from tests.generation.tiny import load_tiny
+from tests.helpers.caches import apply_update, attention_cache
+from tests.helpers.meshes import mesh_of, place_on_mesh
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 core = pytest.mark.core
 LAYERS, HEADS, SIZE, PART = 2, 2, 8, slice(4, 8)
@@ -57,14 +57,14 @@ SIZES = {
 }
 
 
-def make(cells=24, **options):
+def make_form(cells=24, **options):
     rope = jaxkv.Rope.make(4, base=100.0)  # of the numbers before PART
     sizes = dict(layers=LAYERS, cells=cells, kv_heads=HEADS, head_dim=SIZE, sequences=4, rope=rope)
     return attention_cache(**sizes, **options)
 
 
 @jax.jit
-def attended(cache, ubatch, q, k, v):
+def attend_all_layers(cache, ubatch, q, k, v):
     """Apply a ubatch and attend in all layers, in a scan where they are stacked."""
     step, outs = jaxkv.apply(cache, ubatch), []
 
@@ -81,7 +81,7 @@ def attended(cache, ubatch, q, k, v):
     return step.cache, jnp.stack(outs)
 
 
-def held(cache):
+def read_numbers(cache):
     """Keys and values of all layers as numbers, `[L, S, K, N, D]` each."""
     halves = []
     for half in (cache.buffers.k, cache.buffers.v):
@@ -95,10 +95,10 @@ def held(cache):
     return halves
 
 
-def plain_of(cache):
+def make_plain(cache):
     """A float32 cache on one device with the same numbers, one array per layer."""
     table, buffers = cache.table, cache.buffers
-    k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
+    k, v = (tuple(map(jnp.asarray, half)) for half in read_numbers(cache))
     table = replace(table.with_sharding_rules(None), incomplete=None)
     table = jax.tree.map(np.asarray, table)
     sizes = tuple(of._replace(values=of.value_dim) for of in buffers.head_sizes)
@@ -113,7 +113,11 @@ def arrays_for(ubatch, form, seed=0):
     if "value_dim" in form:
         return q, (k, None), (k, k[..., PART])
     dtype = form.get("dtype")
-    return q, (k, v), (rounded(k, dtype), rounded(v, dtype)) if dtype in MOST else (k, v)
+    return (
+        q,
+        (k, v),
+        (round_to_storage(k, dtype), round_to_storage(v, dtype)) if dtype in MOST else (k, v),
+    )
 
 
 def assert_alike(cache, plain, atol=2e-6):
@@ -121,24 +125,24 @@ def assert_alike(cache, plain, atol=2e-6):
     for name in ("position", "owners", "shift"):
         np.testing.assert_array_equal(*(getattr(one.table, name) for one in (cache, plain)))
     used = np.asarray(cache.table.position)[:, None, :, None] >= 0
-    for one, other in zip(held(cache), held(plain), strict=True):
+    for one, other in zip(read_numbers(cache), read_numbers(plain), strict=True):
         other = np.where(used, other, 0)
         np.testing.assert_allclose(np.where(used, one, 0), other, rtol=1e-5, atol=atol)
 
 
-def planned(cache, rows, sequences):
+def plan_ubatches(cache, rows, sequences):
     batch = make_batch(rows, sequences=sequences)
     return jaxkv.init_batch(cache, batch, ubatch_size=4).check().ubatches
 
 
-def told(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
+def attend_and_compare(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
     """A cache with more tokens; their attention is compared with that of a plain cache."""
-    plain, rows = plain_of(cache), [*map(list, rows)]
-    pairs = zip(*(planned(one, rows, [*sequences]) for one in (cache, plain)), strict=True)
+    plain, rows = make_plain(cache), [*map(list, rows)]
+    pairs = zip(*(plan_ubatches(one, rows, [*sequences]) for one in (cache, plain)), strict=True)
     for seed, (ubatch, other) in enumerate(pairs):
         q, given, same = arrays_for(ubatch, form, seed)
-        cache, out = attended(cache, ubatch, q, *given)
-        plain, wanted = attended(plain, other, q, *same)
+        cache, out = attend_all_layers(cache, ubatch, q, *given)
+        plain, wanted = attend_all_layers(plain, other, q, *same)
         np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=5e-6)
     assert_alike(cache, plain)
     return cache
@@ -147,11 +151,11 @@ def told(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
 ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
 """Error bounds for keys of up to 4 after a rotation, see `jaxkv.ops.storage.rotation`."""
 
-VERBS = [
+EDITS = [
     lambda m: jaxkv.seq_cp(m, 0, [1, 3], 0, 3).cache,
     lambda m: jaxkv.seq_rm(m, 0, 3, -1)[0],
     lambda m: jaxkv.seq_add(m, 1, 1, -1, delta=2).cache,
-    updated,
+    apply_update,
     lambda m: jaxkv.seq_select(m, [2, 1], [1, 2]).cache,
     lambda m: jaxkv.seq_rm(m, 0)[0],
     lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
@@ -175,49 +179,51 @@ LIVES = [
 
 
 @pytest.mark.parametrize(
-    "form, sizes, mode, axes", in_lanes(LIVES, core=[LIVES[0], LIVES[-2]]), ids=str
+    "form, sizes, mode, axes", mark_cases(LIVES, core=[LIVES[0], LIVES[-2]]), ids=str
 )
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
-    cache, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
+    cache, form = make_form(**FORMS[form], **SIZES[sizes]), FORMS[form]
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
         if axes:
-            cache = placed(cache)
+            cache = place_on_mesh(cache)
             array = jax.tree.leaves(cache.buffers.k)[0]
             split = np.divide(array.shape, array.addressable_shards[0].data.shape)
             wanted = [axes.get(name, 1) for name in ("data", "tensor", "cells")]
             assert split.tolist() == [*wanted, 1]
         for _ in range(2):
-            cache = told(cache, form, sequences=[0, 2])
-        for verb in VERBS:
-            plain = verb(plain_of(cache))
+            cache = attend_and_compare(cache, form, sequences=[0, 2])
+        for verb in EDITS:
+            plain = verb(make_plain(cache))
             cache = verb(cache)
-            bound = ROUNDED.get(form.get("dtype"), 2e-6) if verb is updated else 2e-6
+            bound = ROUNDED.get(form.get("dtype"), 2e-6) if verb is apply_update else 2e-6
             assert_alike(cache, plain, bound)
-        told(cache, form)
+        attend_and_compare(cache, form)
 
 
-@pytest.mark.parametrize("name", in_lanes(FORMS, core=["latent", "rows"]))
+@pytest.mark.parametrize("name", mark_cases(FORMS, core=["latent", "rows"]))
 def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     """Also loaded into a cache of other sizes; files do not record that layers are stacked."""
     form = FORMS[name]
-    cache = told(make(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0))
-    data, plain = snapshot.save(cache), snapshot.save(plain_of(cache))
+    cache = attend_and_compare(
+        make_form(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0)
+    )
+    data, plain = snapshot.save(cache), snapshot.save(make_plain(cache))
     if "dtype" in form:
         found = snapshot.inspect(data).arrays["buffers.k.0.codes"]
         assert found == (form["dtype"], (7, HEADS, SIZE))
     loaded = snapshot.load(data)
     assert not loaded.buffers.stacked and loaded.buffers.k[0].shape[1:] == (HEADS, 24, SIZE)
-    assert_alike(loaded, plain_of(cache))
+    assert_alike(loaded, make_plain(cache))
     latent = "value_dim" in form
-    plain = snapshot.load(plain, into=make(**({"value_dim": 4} if latent else {}), cells=20))
+    plain = snapshot.load(plain, into=make_form(**({"value_dim": 4} if latent else {}), cells=20))
     for other in ({**form, "stacked": False}, form):
-        loaded = snapshot.load(data, into=make(**other, cells=20))
+        loaded = snapshot.load(data, into=make_form(**other, cells=20))
         assert_alike(loaded, plain)
-    told(loaded, form)
+    attend_and_compare(loaded, form)
     wrong = [{"value_dim": 4}, {"value_dim": slice(4, 7)}] if latent else [{"dtype": "bfloat16"}]
     for options in wrong:
         with pytest.raises(ValueError, match="value_dim|values in keys|the dtype of this one"):
-            snapshot.load(data, into=make(**options, cells=20))
+            snapshot.load(data, into=make_form(**options, cells=20))
 
 
 @pytree_dataclass
@@ -278,7 +284,7 @@ def test_snapshot_codes_without_scales_raises():
     codes = np.zeros((0, HEADS, SIZE), np.int8)
     arrays = {f"buffers.{half}.{i}": codes for half in "kv" for i in (0, 1)}
     arrays["table.cell"] = np.zeros(0, np.int32)
-    description = {"cache": describe(make(dtype="int8")), "model": None}
+    description = {"cache": describe(make_form(dtype="int8")), "model": None}
     description |= {"sequences": [], "tokens": []}
     with pytest.raises(ValueError, match="a snapshot that describes a cache, .*buffers.k.0.codes"):
         snapshot.load(file_bytes(description, arrays))
@@ -288,15 +294,15 @@ def test_snapshot_codes_without_scales_raises():
 def test_vmap_over_caches_of_a_storage_form_matches_each():
     form, inputs = FORMS["stacked int8"], []
     for sequences in ((1, 2), (0, 3)):
-        cache = told(make(**form, streams=2), form, sequences=sequences)
-        (ubatch,) = planned(cache, [[1], [2]], [3, 1])
+        cache = attend_and_compare(make_form(**form, streams=2), form, sequences=sequences)
+        (ubatch,) = plan_ubatches(cache, [[1], [2]], [3, 1])
         q, given, _ = arrays_for(ubatch, form, seed=sequences[0])
         inputs.append((cache, ubatch, q, *given))
-    found = jax.vmap(attended)(*jax.tree.map(lambda *x: jnp.stack(x), *inputs))
+    found = jax.vmap(attend_all_layers)(*jax.tree.map(lambda *x: jnp.stack(x), *inputs))
     for i, one in enumerate(inputs):
-        cache, out = attended(*one)
+        cache, out = attend_all_layers(*one)
         after, got = jax.tree.map(lambda x, i=i: x[i], found)
-        for halves in zip([got, *held(after)], [out, *held(cache)], strict=True):
+        for halves in zip([got, *read_numbers(after)], [out, *read_numbers(cache)], strict=True):
             np.testing.assert_allclose(*halves, atol=2e-6)
 
 
@@ -305,17 +311,17 @@ def test_vmap_over_caches_of_a_storage_form_matches_each():
 def test_attend_derivatives_of_storage_form_match_plain_cache(name):
     """Quantised keys and values have no derivative; those of queries use the stored numbers."""
     form = FORMS[name]
-    cache = told(make(**form, streams=2), form)
-    (ubatch,) = planned(cache, [[1], [2]], [3, 1])
+    cache = attend_and_compare(make_form(**form, streams=2), form)
+    (ubatch,) = plan_ubatches(cache, [[1], [2]], [3, 1])
     q, given, same = jax.tree.map(jnp.asarray, arrays_for(ubatch, form, seed=9))
 
     def loss(cache, v, q, k):
         v = k[..., PART] if v is PART else v
-        return jnp.sum(jnp.sin(attended(cache, ubatch, q, k, v)[1]))
+        return jnp.sum(jnp.sin(attend_all_layers(cache, ubatch, q, k, v)[1]))
 
     derive = jax.grad(loss, (2, 3))
     found = derive(cache, given[1], q, given[0])
-    wanted = derive(plain_of(cache), PART if name == "latent" else same[1], q, same[0])
+    wanted = derive(make_plain(cache), PART if name == "latent" else same[1], q, same[0])
     if name == "int8":
         assert not found[1].any()
         found, wanted = found[:1], wanted[:1]
@@ -338,16 +344,16 @@ BROKEN = [
 @pytest.mark.parametrize(("form", "half", "bad", "where"), BROKEN, ids=str)
 def test_attend_nonfinite_element_is_nan_in_key_and_zero_in_value(form, half, bad, where):
     """It shows in tokens that attend to it, in query heads that read it, and nowhere else."""
-    cache, latent = make(**form), "value_dim" in form
+    cache, latent = make_form(**form), "value_dim" in form
     (ubatch,) = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [4, 5, 6]])).ubatches
     q, (k, v), _ = arrays_for(ubatch, form)
-    clean, wanted = attended(cache, ubatch, q, k, v)
+    clean, wanted = attend_all_layers(cache, ubatch, q, k, v)
     k, v = k.copy(), None if latent else v.copy()  # keep the passed arrays unchanged
     {"k": k, "v": v}[half][0, 0, 4, 1, where] = bad  # layer 0, token 1 of sequence 1, head 1
-    broken, out = attended(cache, ubatch, q, k, v)
+    broken, out = attend_all_layers(cache, ubatch, q, k, v)
 
-    place, other = (0, 0, 1, 4), held(clean)
-    keys, values = held(broken)
+    place, other = (0, 0, 1, 4), read_numbers(clean)
+    keys, values = read_numbers(broken)
     whole = latent or "int8" in form.values()
     nan = [i < PART.start if latent else whole or i == where for i in range(SIZE)]
     assert np.isnan(keys[place]).tolist() == nan
@@ -361,7 +367,7 @@ def test_attend_nonfinite_element_is_nan_in_key_and_zero_in_value(form, half, ba
     np.testing.assert_allclose(out, wanted, atol=2e-6)
 
     moved = jaxkv.seq_add(broken, 1, 0, -1, delta=3).cache
-    keys, values = held(updated(moved))
+    keys, values = read_numbers(apply_update(moved))
     assert np.isnan(keys[place][: PART.start]).any() and np.isfinite(values).all()
     assert np.isnan(keys).any(-1).sum() == 1
 
@@ -369,7 +375,7 @@ def test_attend_nonfinite_element_is_nan_in_key_and_zero_in_value(form, half, ba
 CODES = [("int8", 160), ("float8_e4m3fn", 160), ("int8", 64), ("float8_e4m3fn", 7)]
 
 
-@pytest.mark.parametrize(("dtype", "size"), in_lanes(CODES, fast=CODES[:1], core=CODES[1:2]))
+@pytest.mark.parametrize(("dtype", "size"), mark_cases(CODES, fast=CODES[:1], core=CODES[1:2]))
 def test_encoded_matches_numpy(size, dtype):
     """Includes zeros, the largest and smallest numbers, and non-finite ones."""
     rng = np.random.default_rng(size)
@@ -378,7 +384,7 @@ def test_encoded_matches_numpy(size, dtype):
     x[0, 0], x[0, 1], x[1, 3] = 0, 3e38, -1e-45
     x[0, 2, 0], x[0, 3], x[0, 4, 1] = np.nan, np.nan, -np.inf
     found = jax.jit(Quantised.zeros((1,), dtype).encode)(jnp.asarray(x))
-    codes, scales = coded(x, dtype)
+    codes, scales = quantise(x, dtype)
     np.testing.assert_array_equal(found.scales, scales)
     np.testing.assert_array_equal(np.asarray(found.codes, np.float32), codes.astype(np.float32))
     assert found.codes.dtype == dtype and found.scales.dtype == jnp.float32
@@ -389,7 +395,7 @@ def test_encoded_matches_numpy(size, dtype):
 
 
 def test_nbytes_of_storage_forms():
-    int8, latent = make(dtype="int8"), make(value_dim=PART)
+    int8, latent = make_form(dtype="int8"), make_form(value_dim=PART)
     assert "int8, " in repr(int8) and "float32" not in repr(int8)
     assert int8.buffers.nbytes == 2 * 2 * HEADS * 24 * (SIZE + 4)
     assert latent.buffers.nbytes == 2 * HEADS * 24 * SIZE * 4  # keys alone
@@ -397,24 +403,24 @@ def test_nbytes_of_storage_forms():
 
 def test_layout_stacked_layers_are_split_as_layers_apart():
     mesh, rules = mesh_of(data=2, tensor=2), jaxkv.sharding.ShardingRules()
-    shapes = [jax.eval_shape(partial(make, streams=4, stacked=on)) for on in (True, False)]
+    shapes = [jax.eval_shape(partial(make_form, streams=4, stacked=on)) for on in (True, False)]
     one, other = (jaxkv.sharding.device_bytes(x, mesh, rules) for x in shapes)
     assert replace(one, table=0) == replace(other, table=0)
-    one = jax.eval_shape(partial(make, stacked=True))  # one stream, which nothing splits
+    one = jax.eval_shape(partial(make_form, stacked=True))  # one stream, which nothing splits
     specs = shardings(one, mesh, rules).buffers.k[0].spec
     assert not specs[0] and specs[1] == "tensor"
 
 
 @core
 def test_model_int8_cache_keeps_dtype_of_states():
-    model = load("granite_hybrid")
+    model = load_tiny("granite_hybrid")
     cache = jax.eval_shape(lambda: model.make_cache(cells=8, dtype="int8"))
     found = {np.dtype(x.dtype).name for x in jax.tree.leaves(cache.buffers)}
     assert found == {"int8", "float32"}
 
 
 def test_latent_bad_values_raise():
-    cache = make(value_dim=(PART, 5))
+    cache = make_form(value_dim=(PART, 5))
     step = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1])))
     q, k = (jnp.ones((*step.valid.shape, n, SIZE)) for n in (2 * HEADS, HEADS))
     for row in mistakes("latents"):

@@ -13,11 +13,19 @@ import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.shards import Shard
 from jaxkv.ops.storage.cell_arrays import gather, scatter
-from tests.attention.lives import CLOSE, arrays_for, begun, lived_in, seen
+from tests.attention.lives import CLOSE, by_formula, draw_qkv, make_edited, start_step
 from tests.helpers import caches, edit_sequences
-from tests.helpers.caches import HEADS, LATENT, LAYERS, SMALL, STACKED, assert_identical, lost
+from tests.helpers.caches import (
+    HEADS,
+    LATENT,
+    LAYERS,
+    SMALL,
+    STACKED,
+    assert_identical,
+    delete_copy,
+)
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -28,36 +36,36 @@ CASES = [*product(KINDS, [True]), (SMALL, False), (caches.GROUPS_STRIPES, False)
 FEW = [*product((SMALL, caches.TILES, STACKED, LATENT), [True]), CASES[-1]]
 
 
-@pytest.mark.parametrize(("kind", "causal"), in_lanes(CASES, FEW), ids=str)
+@pytest.mark.parametrize(("kind", "causal"), mark_cases(CASES, FEW), ids=str)
 def test_attend_is_write_view_and_formula(kind, causal):
-    step = begun(lived_in(kind))
+    step = start_step(make_edited(kind))
     for layer in range(LAYERS):
-        q, k, v = arrays_for(step, layer)
+        q, k, v = draw_qkv(step, layer)
         v = None if kind.latent else v
         look = {} if causal else {"causal": False}
         after, wanted = jaxkv.attend(step, layer, q, k, v, causal=causal)
         step = jaxkv.write_kv(step, layer, k, v)
         assert_identical(step, after)
-        np.testing.assert_allclose(seen(step, layer, q, **look), wanted, **CLOSE)
+        np.testing.assert_allclose(by_formula(step, layer, q, **look), wanted, **CLOSE)
         looked, out = jaxkv.attend(step, layer, q, causal=causal)
         assert_identical(looked, step)  # no write
         np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
 def test_attend_traced_or_array_scale_is_like_number():
-    step = begun(lived_in(SMALL))
-    attend = partial(jaxkv.attend, step, 0, *arrays_for(step, 0))
+    step = start_step(make_edited(SMALL))
+    attend = partial(jaxkv.attend, step, 0, *draw_qkv(step, 0))
     _, wanted = attend(scale=0.3)
     for found in (attend(scale=jnp.array(0.3)), jax.jit(lambda x: attend(scale=x))(0.3)):
         np.testing.assert_allclose(found[1], wanted, **CLOSE)
 
 
 def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
-    cache = lived_in(SMALL)
+    cache = make_edited(SMALL)
     plan = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2], sequences=0)).check()
     edited, _ = jaxkv.seq_rm(cache, 0, 0, 1)
     step = jaxkv.apply(edited, plan)
-    q, k, v = arrays_for(step)
+    q, k, v = draw_qkv(step)
     for layer in range(LAYERS):
         step = jaxkv.write_kv(step, layer, k, v)
         assert np.isnan(jaxkv.read_kv(step, layer).k).all()
@@ -68,16 +76,16 @@ def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
 def test_write_and_view_find_part_of_hybrid_cache():
     states = edit_sequences.make(layers=1)
     cache = compose_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
-    step = begun(cache, [1])
-    q, k, v = arrays_for(step)
+    step = start_step(cache, [1])
+    q, k, v = draw_qkv(step)
     step = jaxkv.write_kv(step, 1, k, v)
     out = jaxkv.attend(step, 1, q)[1]
-    np.testing.assert_allclose(seen(step, 1, q), out, **CLOSE)
+    np.testing.assert_allclose(by_formula(step, 1, q), out, **CLOSE)
     with pytest.raises(ValueError, match="layer"):
         jaxkv.read_kv(step, 0)
     for call in (partial(jaxkv.write_kv, k=k, v=v), jaxkv.read_kv):
         with pytest.raises(TypeError, match="expected a cache with attention layers"):
-            call(begun(states, [1]), 0)
+            call(start_step(states, [1]), 0)
 
 
 # ---------------------------------------------------------------------------------------- arrays
@@ -86,7 +94,7 @@ S, N, D = 3, 40, 4
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", in_lanes(DTYPES, ["bfloat16", "float32"]))
+@pytest.mark.parametrize("dtype", mark_cases(DTYPES, ["bfloat16", "float32"]))
 def test_scatter_gather_and_copy_run_move_bits(dtype):
     rng = np.random.default_rng(0)
     array, many = (jnp.asarray(rng.normal(size=(S, HEADS, N, D)), dtype) for _ in range(2))
@@ -118,26 +126,26 @@ def test_scatter_single_key_of_single_head():
         assert_identical(got, wanted)
 
 
-def look(cache, layer):
+def attend_layer(cache, layer):
     """Attend in a layer given as an integer, or traced."""
-    step = begun(cache)
+    step = start_step(cache)
     attend = jaxkv.attend if type(layer) is int else jax.jit(jaxkv.attend)
-    return attend(step, layer, *arrays_for(step))[1]
+    return attend(step, layer, *draw_qkv(step))[1]
 
 
 def test_write_and_view_bad_arguments_raise():
-    step = begun(lived_in(SMALL))
-    gone = replace(step, buffers=lost(step.buffers))
-    names = dict(zip("qkv", arrays_for(step), strict=True), step=step, gone=gone)
+    step = start_step(make_edited(SMALL))
+    gone = replace(step, buffers=delete_copy(step.buffers))
+    names = dict(zip("qkv", draw_qkv(step), strict=True), step=step, gone=gone)
     for call, outcome in mistakes("layers"):
         assert_raises(call, outcome, globals() | names)
-    assert np.isfinite(look(STACKED.make(), 1)).all()  # a static layer
+    assert np.isfinite(attend_layer(STACKED.make(), 1)).all()  # a static layer
 
 
 def test_stacked_cache_takes_traced_layer():
     """An index outside of the layers writes nothing and reads NaN."""
-    step = begun(lived_in(STACKED))
-    q, k, v = arrays_for(step)
+    step = start_step(make_edited(STACKED))
+    q, k, v = draw_qkv(step)
 
     @jax.jit
     def of_layer(step, layer):

@@ -17,7 +17,7 @@ DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 TRITON = pytest.mark.filterwarnings(DEPRECATED)
 
 
-def on_masks(q, k, v, visibility, options):
+def attend_masks(q, k, v, visibility, options):
     k, v = (visibility.gather_list_streams(x) for x in (k, v))
     given = dict(scale=options.scale, softcap=options.softcap, sinks=options.sinks)
     return attention(q, k, v, compute_mask(visibility), **given)
@@ -31,7 +31,7 @@ def attend(q, k, v, visibility, options, implementation=None):
     return dispatch.finalize(layer_kv.attend(q, visibility, options, implementation), q, options)
 
 
-def closing(weigh):
+def finalize_sums(weigh):
     """Wrap an implementation as `attend` does."""
 
     def attend(q, k, v, visibility, options):
@@ -51,11 +51,11 @@ WAYS = {
     "default": attend,
     **{name: partial(attend, implementation=name) for name in ("tiles", "whole", "xla")},
     "tpu": partial(attend, implementation="pallas"),  # interpreted, as the next one
-    **{name: closing(weigh) for name, weigh in WEIGH.items()},
-    "on masks": on_masks,
+    **{name: finalize_sums(weigh) for name, weigh in WEIGH.items()},
+    "on masks": attend_masks,
 }
 
 
 @partial(jax.jit, static_argnames="way")
-def attended(way, q, k, v, visibility, options=PLAIN):
+def attend_jitted(way, q, k, v, visibility, options=PLAIN):
     return WAYS[way](q, k, v, visibility, options)

@@ -9,11 +9,11 @@ import numpy as np
 
 import jaxkv
 from jaxkv import make_batch
-from tests.helpers.caches import SMALL, Kind, advance
-from tests.helpers.steps import settle
+from tests.helpers.caches import SMALL, Kind, run_ubatch
 
 COUNT = 8
 NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.Window.sliding(4),))
+BLOCKS = Kind("chunks", cells=6, sequences=3, windows=(jaxkv.Window.chunked(4),))
 
 
 def plan_of(cache: Any, tokens: int | Sequence[int] = 1, sequences: Any = 0) -> jaxkv.Plan:
@@ -23,29 +23,23 @@ def plan_of(cache: Any, tokens: int | Sequence[int] = 1, sequences: Any = 0) -> 
     return _planned(cache, *(np.pad(np.int32(row), (0, COUNT - len(row))) for row in rows))
 
 
-def tell(cache: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[Any, jax.Array]:
+def run_tokens(
+    cache: Any, tokens: int | Sequence[int], sequences: Any = 0
+) -> tuple[Any, jax.Array]:
     """Run tokens that fit; return the cache, and the logits of each sequence's last token."""
     plan = plan_of(cache, tokens, sequences).check()
-    cache, logits = advance(cache, plan.ubatches[0])
+    cache, logits = run_ubatch(cache, plan.ubatches[0])
     return cache, plan.gather_outputs([logits])
 
 
 @functools.cache
-def told(*counts: int) -> Any:
+def make_small_cache(*counts: int) -> Any:
     """Make a small cache with `counts` tokens of sequences 0, 1, ...; at most 8 in total."""
     sequences = np.repeat(np.arange(len(counts)), counts)
-    return tell(SMALL.make(), range(1, 1 + len(sequences)), sequences)[0]
+    return run_tokens(SMALL.make(), range(1, 1 + len(sequences)), sequences)[0]
 
 
-def one_by_one(cache: Any, count: int, seq: int = 0) -> Any:
-    """Apply `count` tokens of a sequence one after the other, without writing keys and values."""
-    for _ in range(count):
-        batch = make_batch([[1]], sequences=[seq])
-        cache = settle(cache, jaxkv.init_batch(cache, batch).check())
-    return cache
-
-
-def resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
+def list_resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
     return [pos for pos in range(visible_until) if cache.can_resume(seq, pos)]
 
 

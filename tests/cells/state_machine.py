@@ -1,4 +1,4 @@
-"""Random verbs on a cache and its oracles, compared after each verb.
+"""Random edits on a cache and its oracles, compared after each edit.
 
 Each token's key and value encode its sequence, position, number, layer and head; each state names
 all its tokens. The comparison detects misplaced, stale and lost entries and wrong masks. See
@@ -53,7 +53,7 @@ def nearly_right(
 
 
 class Machine(RuleBasedStateMachine):
-    """The verbs, in any order. Sequence numbers are drawn large and taken modulo Q.
+    """The edits, in any order. Sequence numbers are drawn large and taken modulo Q.
 
     counts: the tokens of a batch, few and many.
     moves: the runs of cells that a defrag moves at most, partial and complete.
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def only(self, *named: int) -> Iterator[None]:
-        """Sequences that a verb does not name attend to the same cells before and after it."""
+        """Sequences that an edit does not name attend to the same cells before and after it."""
         others = {*map(self.seq, range(len(FEW)))} - {*named}
 
         def seen() -> list[Any]:
@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
         self.twin.compare()
 
 
-class Verbs(Machine):
+class AttentionMachine(Machine):
     """The machine of a cache with attention only."""
 
     def __init__(self, kind: Kind, *, in_rows: bool = False, **options: Any) -> None:
@@ -239,7 +239,7 @@ class Verbs(Machine):
         super().__init__(twin, **{"looks_ahead": True} | options)
 
 
-class StateVerbs(Machine):
+class StateMachine(Machine):
     """The machine of a cache with states, with the options of `edit_sequences.Twin`."""
 
     def __init__(self, options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache
 from jaxkv.cache import merge
 from jaxkv.hybrid import compose_hybrid_cache
-from tests.helpers.caches import GROUPS, attention_cache, drawn, lost
+from tests.helpers.caches import GROUPS, attention_cache, delete_copy, parse_cache
 from tests.helpers.mistakes import assert_raises, mistakes
 
 NEAR = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=jaxkv.Window.sliding(4))
@@ -22,7 +22,7 @@ STATE = {"x": ((), jnp.float32)}
 
 @functools.cache
 def small():
-    return drawn("0{0} 1{0} 0{1}")
+    return parse_cache("0{0} 1{0} 0{1}")
 
 
 @functools.cache
@@ -31,12 +31,12 @@ def states():
 
 
 @functools.cache
-def donated():
-    return lost(small())
+def make_deleted():
+    return delete_copy(small())
 
 
 @functools.cache
-def begun():
+def start_step():
     """A step in a cache of one layer with two heads of 4 numbers."""
     cache = make_cache(CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=4)
     return jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1])))
@@ -48,7 +48,7 @@ def beam_of(sequences):
 
 
 @functools.cache
-def twice(make):
+def stack_twice(make):
     return jax.tree.map(lambda x: jnp.stack([x, x]), make())
 
 
@@ -79,7 +79,7 @@ def beside(**options):
 
 def attend(layer=0, q=None, k=None, v=None, **options):
     q, k, v = (X if x is None else x for x in (q, k, v))
-    return jaxkv.attend(begun(), layer, q, k, v, **options)
+    return jaxkv.attend(start_step(), layer, q, k, v, **options)
 
 
 def attend_twice():
@@ -87,28 +87,28 @@ def attend_twice():
 
 
 def read_states_late():
-    step = jaxkv.write_states(states_begun(), 0, {"x": np.ones(1, np.float32)})
+    step = jaxkv.write_states(start_states_step(), 0, {"x": np.ones(1, np.float32)})
     return jaxkv.read_states(step, 0)
 
 
 @functools.cache
-def states_begun():
+def start_states_step():
     return jaxkv.apply(states(), jaxkv.init_batch(states(), make_batch([1])))
 
 
 @functools.cache
-def apart():
+def start_step_apart():
     """A step in a cache whose parts serve layers 0 and 2."""
     cache = compose_hybrid_cache((kv(layers=1), (0,)), (kv(layers=1), (2,)))
     return jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1])))
 
 
-def on_lost_buffers():
-    step = states_begun()
-    return jaxkv.read_states(replace(step, buffers=lost(step.buffers)), 0)
+def read_deleted_states():
+    step = start_states_step()
+    return jaxkv.read_states(replace(step, buffers=delete_copy(step.buffers)), 0)
 
 
-def joined(make):
+def merge_unlike(make):
     """A table with the buffers of a cache that has more sequences and streams."""
     return merge(make().table, make(sequences=2, streams=2).buffers)
 
@@ -139,8 +139,12 @@ PRODUCTS = [
     ("seq_rm(small(), {})", [x for x in NO_INTEGERS if x != "None"], WRONG_TYPE),
     (TAKE_INTEGERS, NO_INTEGERS, WRONG_TYPE),
     (MOVES, NO_ROPES, "ValueError: ^expected a cache made with rope= to move keys"),
-    (USES, ["donated()"], "ValueError: got one whose buffers were donated; use"),
-    (USES, ["twice(small)", "twice(states)"], "ValueError: got a batch of them; .*take one"),
+    (USES, ["make_deleted()"], "ValueError: got one whose buffers were donated; use"),
+    (
+        USES,
+        ["stack_twice(small)", "stack_twice(states)"],
+        "ValueError: got a batch of them; .*take one",
+    ),
 ]
 CASES = [
     (call.format(x), outcome)

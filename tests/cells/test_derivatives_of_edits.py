@@ -8,8 +8,8 @@ import pytest
 import jaxkv
 from jaxkv.cache import Cache
 from tests.helpers.meshes import mesh_of
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_batch
 
 SPEC = jaxkv.CacheSpec.attention(layers=2, kv_heads=2, head_dim=4, rope=jaxkv.Rope.make(4))
 LENGTHS = [6, 3, 5]
@@ -48,8 +48,7 @@ CORE += [("shift", "bfloat16"), ("defrag", "pool")]
 def with_tokens(**options):
     cache = jaxkv.make_cache(SPEC, sequences=4, **{"cells": 16} | options)
     for sequence, length in enumerate(LENGTHS):
-        batch = jaxkv.make_batch(np.arange(length), sequences=sequence)
-        cache = settle(cache, jaxkv.init_batch(cache, batch))
+        cache = apply_batch(cache, np.arange(length), sequences=sequence)
     return cache
 
 
@@ -58,7 +57,7 @@ def dot(xs, ys):
     return sum(jnp.vdot(*(np.float32(1) * leaf for leaf in pair)) for pair in pairs)
 
 
-@pytest.mark.parametrize("edit, kind", in_lanes(ALL, core=CORE))
+@pytest.mark.parametrize("edit, kind", mark_cases(ALL, core=CORE))
 def test_derivative_of_edit_is_transposed(edit, kind):
     with jax.set_mesh(CACHES[kind].get("mesh", mesh_of())):
         cache = with_tokens(**CACHES[kind])

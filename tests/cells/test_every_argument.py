@@ -1,7 +1,7 @@
-"""Every small argument of every verb, on tables after a short random run.
+"""Every small argument of every edit, on tables after a short random run.
 
 The machines of `test_stateful` run longer with few arguments at each step. Here one traced program
-computes a verb for all arguments, and tables (not buffers) are compared with those of the oracle.
+computes an edit for all arguments, and tables (not buffers) are compared with those of the oracle.
 """
 
 import functools
@@ -16,7 +16,7 @@ import pytest
 import jaxkv
 from tests.helpers import edit_sequences, reference_caches
 from tests.helpers.caches import GROUPS_STRIPES, Kind, cells_of, edit
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 from tests.helpers.reference_cache import Oracle
 
 RANGES = [*product(range(-1, 5), range(-1, 6))]
@@ -30,7 +30,7 @@ TWINS = {
 
 
 def arguments(verb, count):
-    """All small arguments of a verb for a cache of `count` sequences, unknown ids included."""
+    """All small arguments of an edit for a cache of `count` sequences, unknown ids included."""
     ids, none = range(count), [-2, count]
     ways = {
         "seq_rm": product([-1, *ids, *none], RANGES),
@@ -49,8 +49,8 @@ def pairs_of(count):
 
 
 @functools.cache
-def every(verb):
-    """Compute a verb for many arguments at once: the tables, and whether each was granted."""
+def make_batched_edit(verb):
+    """Compute an edit for many arguments at once: the tables, and whether each was granted."""
 
     def one(cache, args):
         if verb == "seq_select":
@@ -64,8 +64,8 @@ def every(verb):
 resuming = jax.jit(jax.vmap(jaxkv.Cache.can_resume, in_axes=(None, 0, 0)))
 
 
-def edited(oracle, verb, args):
-    """Apply a verb to a fork of an oracle; an unknown id changes no cell.
+def edit_oracle(oracle, verb, args):
+    """Apply an edit to a fork of an oracle; an unknown id changes no cell.
 
     -1 means all sequences in `seq_rm` only.
     """
@@ -101,7 +101,7 @@ def of_table(table):
     sharing = len(there) // len(table.stamp)
     where = {(seq // sharing, int(table.cell[seq, pair])) for seq, pair in np.argwhere(there)}
     positions = [mine[has].tolist() for mine, has in zip(table.position, there, strict=True)]
-    return positions, [*edit_sequences.begins_of(table).values()], len(where)
+    return positions, [*edit_sequences.first_positions(table).values()], len(where)
 
 
 def ends_of(table):
@@ -137,7 +137,7 @@ def lives(twin, count, begin):
             twin.update()
 
 
-@pytest.mark.parametrize("name", in_lanes(TWINS, core=["window-split"]))
+@pytest.mark.parametrize("name", mark_cases(TWINS, core=["window-split"]))
 def test_edits_match_oracle_all_small_arguments(name):
     twin = TWINS[name]()
     count = twin.kind.sequences
@@ -147,10 +147,10 @@ def test_edits_match_oracle_all_small_arguments(name):
         has_lost = any(map(oracle.has_lost, range(oracle.streams)))
         for verb in ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "seq_select"):
             rows = arguments(verb, count)
-            tables, granted = jax.device_get(every(verb)(twin.cache, rows))
+            tables, granted = jax.device_get(make_batched_edit(verb)(twin.cache, rows))
             for i, args in enumerate(rows.tolist()):
                 table = jax.tree.map(lambda x, i=i: x[i], tables)
-                after, ok = edited(oracle, verb, args)
+                after, ok = edit_oracle(oracle, verb, args)
                 if not granted[i]:
                     assert not ok or has_lost, (verb, args)
                     assert of_table(table) == of_oracle(oracle), (verb, args)

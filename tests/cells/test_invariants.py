@@ -7,14 +7,14 @@ import pytest
 import jaxkv
 from jaxkv.cache import merge
 from tests.helpers import edit_sequences
-from tests.helpers.caches import SMALL, filled
+from tests.helpers.caches import SMALL, fill_cache
 
 
-def counted(cache):
+def count_faults(cache):
     return {name: int(n) for name, n in cache.check().items() if n}
 
 
-def broken(cache, field, where, value):
+def replace_entry(cache, field, where, value):
     table, buffers = cache.table, cache.buffers
     array = getattr(table, field).at[where].set(value)
     return merge(replace(table, **{field: array}), buffers)
@@ -37,9 +37,9 @@ def broken(cache, field, where, value):
 )
 def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wrong):
     """Trap 57: llama.cpp keeps a cell without an owner as used for ever."""
-    cache = filled(2, 1)
-    assert counted(SMALL.make()) == counted(cache) == {}
-    assert counted(broken(cache, field, where, value)) == dict.fromkeys(wrong, 1)
+    cache = fill_cache(2, 1)
+    assert count_faults(SMALL.make()) == count_faults(cache) == {}
+    assert count_faults(replace_entry(cache, field, where, value)) == dict.fromkeys(wrong, 1)
 
 
 @pytest.mark.core
@@ -60,7 +60,9 @@ def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wr
     ],
 )
 def test_check_invariants_names_what_is_wrong_with_states(field, where, value, wrong):
-    cache = jaxkv.seq_cp(edit_sequences.told(2, [4]).cache, 0, 2).cache  # states after 1, 2 and 3
-    assert counted(edit_sequences.make()) == counted(cache) == {}
+    cache = jaxkv.seq_cp(
+        edit_sequences.make_filled_twin(2, [4]).cache, 0, 2
+    ).cache  # states after 1, 2 and 3
+    assert count_faults(edit_sequences.make()) == count_faults(cache) == {}
     value = cache.table.cell[0, 1] if value is None else value
-    assert counted(broken(cache, field, where, value))[wrong] >= 1
+    assert count_faults(replace_entry(cache, field, where, value))[wrong] >= 1

@@ -14,23 +14,24 @@ from jaxkv.core.hashing import hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
 from tests.helpers import caches
-from tests.helpers.caches import GROUPS, SMALL, WINDOW, assert_identical, attention_cache, drawn
-from tests.helpers.steps import settle
+from tests.helpers.caches import (
+    GROUPS,
+    SMALL,
+    WINDOW,
+    assert_identical,
+    attention_cache,
+    parse_cache,
+)
 
 pytestmark = pytest.mark.core
 
-BIG = 2**31 - 1
 ADD, DIVIDE = partial(jaxkv.seq_add, delta=1), partial(jaxkv.seq_div, divisor=2)
 STATES = {"x": ((), jnp.float32)}
 
 
-def states():
-    return caches.recurrent_cache(1, STATES, sequences=3)
-
-
 def test_edits_traced_bounds_below_minus_one_are_refused():
     """Such as the last n tokens of fewer; an unsigned id out of range is unknown."""
-    cache = drawn("0{0} 1{0} 0{1}")
+    cache = parse_cache("0{0} 1{0} 0{1}")
     for edit in (jaxkv.seq_rm, partial(jaxkv.seq_cp, dst=2), ADD, DIVIDE):
         changed = jax.jit(lambda bounds, edit=edit: edit(cache, 0, p0=bounds[0], p1=bounds[1]))
         for bounds in ((-2, -1), (0, -7), (-(2**31) + 1, 1)):
@@ -40,25 +41,6 @@ def test_edits_traced_bounds_below_minus_one_are_refused():
     cut = jax.jit(lambda seq: jaxkv.seq_rm(cache, seq)[0])
     for seq in (2**32 - 1, 2**31, 3):
         assert_identical(cut(jnp.uint32(seq)), cache)
-
-
-@pytest.mark.parametrize("make", [SMALL.make, states], ids=["cells", "states"])
-def test_seq_add_or_token_to_int32_max_is_refused(make):
-    """2**31 - 1 is one past the last position."""
-    cache = make()
-    assert not jaxkv.init_batch(cache, make_batch([1], positions=[BIG])).ok
-    cache = settle(cache, jaxkv.init_batch(cache, make_batch([1], positions=[BIG - 1])))
-    assert cache.seq_pos_min(0) == BIG - 1
-    assert not jaxkv.init_batch(cache, make_batch([2])).ok
-    assert not jaxkv.seq_rm(cache, 0)[0].num_used_cells()
-    for delta in (1, 2, BIG):
-        assert not cache.can_seq_add(0, 0, -1, delta=delta)
-        same, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=delta)
-        assert not ok
-        assert_identical(same, cache)
-    assert cache.can_seq_add(0, 9, -1, delta=-5)
-    moved, ok = jaxkv.seq_add(cache, 0, 9, -1, delta=-5)
-    assert ok and moved.seq_pos_max(0) == BIG - 6
 
 
 def test_hybrid_cache_takes_smallest_limits_of_parts():
@@ -72,9 +54,9 @@ def test_hybrid_cache_takes_smallest_limits_of_parts():
 
 def test_spared_counts_each_owner_of_a_cell_but_one():
     """Per stream, and in words after the first; the engine uses it to reserve cells."""
-    table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", caches.GROUPS).table
+    table = parse_cache("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", caches.GROUPS).table
     assert table.num_cells_saved_by_sharing().tolist() == [1, 2]
-    table = drawn("0{0,1,39} 1{0,39}", caches.WIDE).table
+    table = parse_cache("0{0,1,39} 1{0,39}", caches.WIDE).table
     assert table.num_cells_saved_by_sharing().tolist() == [3]
 
 
@@ -100,9 +82,9 @@ def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wa
 def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     """With blocks of 5 in 12 cells, the last block overlaps the one before it."""
     monkeypatch.setattr(cells, "BLOCK", size)
-    table = drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}").table
+    table = parse_cache("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}").table
     assert table.sequence_status(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
-    table = drawn("0{0} | 0{2} 1{2}", GROUPS).table
+    table = parse_cache("0{0} | 0{2} 1{2}", GROUPS).table
     assert table.sequence_status(jnp.arange(4) > 1).last.tolist() == [-1, -1, 1, -1]
 
 

@@ -15,9 +15,9 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.planning.layout import preceding_tokens, split_batch
 from tests.cells.plans import plan_of
-from tests.cells.pools import noisy
-from tests.helpers.caches import SMALL, assert_identical, drawing, drawn, edit
-from tests.helpers.steps import settle
+from tests.cells.pools import parse_random
+from tests.helpers.caches import SMALL, assert_identical, drawing, edit, parse_cache
+from tests.helpers.steps import apply_plan
 
 ROOT = Path(__file__).parents[2]
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
@@ -61,7 +61,7 @@ EDITS = [
 
 @pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
 def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
-    before = noisy(cells, SMALL)
+    before = parse_random(cells, SMALL)
     cache, ok = edit(verb, before, *args)
     assert ok
     assert drawing(cache) == after and cache.num_used_cells() == after.count("{")
@@ -74,7 +74,7 @@ def test_make_cache_cells_are_exact_and_all_usable():
     cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=1)
     refused = plan_of(cache, 2)
     assert (*refused.reason, *refused.expected, *refused.actual) == (Reason.OUT_OF_CELLS, 2, 1)
-    cache = settle(cache, plan_of(cache, 1))
+    cache = apply_plan(cache, plan_of(cache, 1))
     assert jaxkv.show(cache).split() == ["owner", "0", "position", "0"]
     assert not plan_of(cache, 1).ok
     cache, _ = jaxkv.seq_rm(cache, 0)
@@ -97,17 +97,7 @@ def test_split_by_keeps_order_of_tokens_with_several_sequences():
 def test_make_batch_outputs_are_the_last_of_each_sequence():
     """Trap 45: if no outputs are chosen."""
     batch = make_batch([1, 2, 3, 4, 5, 6, 7], sequences=[0, 1, 0, 1, 0, 1, 0])
-    plan = jaxkv.init_batch(drawn(""), batch, ubatch_size=8)
+    plan = jaxkv.init_batch(parse_cache(""), batch, ubatch_size=8)
     (ubatch,) = plan.ubatches
     logits = ubatch.tokens.reshape(-1)[ubatch.outputs]  # of a model that returns its input
     assert plan.gather_outputs([logits[:, None]])[:, 0].tolist() == [6, 7]
-
-
-@pytest.mark.core
-def test_rewind_takes_a_token_from_all_its_sequences():
-    """Trap 70: llama.cpp rolls an aborted token back in one of its sequences only."""
-    cache = drawn("0{0,1} 1{0,1}")
-    later = settle(cache, jaxkv.init_batch(cache, make_batch([1], sequences=[[0, 1]])))
-    assert later.seq_pos_max([0, 1]).tolist() == [2, 2]
-    back, ok = jaxkv.rewind(later, to=cache.table)
-    assert ok and drawing(back) == drawing(cache)

@@ -98,7 +98,7 @@ def leaves_of(cache):
     return [leaf for part in cache.parts for leaf in leaves_of(part)]
 
 
-def found(cache):
+def describe(cache):
     def of(table, buffers):
         arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(buffers)]
         if not isinstance(table, CellTable):
@@ -112,7 +112,7 @@ def found(cache):
 def test_make_cache_makes_empty_table_and_buffers_of_its_spec(name):
     spec, options, wanted = CASES[name]
     cache = make_cache(spec, **options, **POOLS)
-    assert found(cache) == wanted
+    assert describe(cache) == wanted
     tables = [leaf.table for leaf in leaves_of(cache)]
     assert all(table.spec.sequences == 4 and table.streams == 2 for table in tables)
     assert not any(np.any(np.asarray(x, float)) for x in jax.tree.leaves(cache.buffers))
@@ -155,7 +155,7 @@ def test_make_cache_on_mesh_lies_as_its_rules_say(name):
     whole = make_cache(spec, **options, **POOLS)
     for rules in (jaxkv.sharding.ShardingRules(), RULES):
         made = make_cache(spec, **options, **POOLS, mesh=mesh, sharding_rules=rules)
-        assert found(made) == wanted and made.spec == spec
+        assert describe(made) == wanted and made.spec == spec
         chex.assert_trees_all_equal(made.buffers, whole.buffers)
         where = shardings(jax.eval_shape(lambda: whole), mesh, rules)
         pairs = zip(jax.tree.leaves(made), jax.tree.leaves(where), strict=True)

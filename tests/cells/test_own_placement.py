@@ -15,10 +15,10 @@ from tests.helpers.caches import (
     SMALL,
     LastFit,
     drawing,
-    drawn,
-    think,
+    parse_cache,
+    run_model,
 )
-from tests.helpers.meshes import mesh_of, placed
+from tests.helpers.meshes import mesh_of, place_on_mesh
 
 LAST = replace(SMALL, cells=8, placement=LastFit())
 
@@ -39,13 +39,13 @@ def step(cache, token):
 
 
 def test_plan_of_one_token_takes_the_first_cell_by_its_key():
-    cache = drawn("0{0} 1{0} . . 0{1} . 0{2} .", LAST)
+    cache = parse_cache("0{0} 1{0} . . 0{1} . 0{2} .", LAST)
     assert jaxkv.plan_step(cache, [5], sequences=[1]).ubatch.slots.tolist() == [[7]]
-    assert step(drawn(". . . . . . 0{0} 1{0}", LAST), jnp.array([1, 2, 3])).ok
+    assert step(parse_cache(". . . . . . 0{0} 1{0}", LAST), jnp.array([1, 2, 3])).ok
 
 
 def test_plan_of_several_tokens_takes_cells_in_the_order_of_keys():
-    cache = drawn("0{0} . . . . 0{1} . .", replace(LAST, placement=NextTo(4)))
+    cache = parse_cache("0{0} . . . . 0{1} . .", replace(LAST, placement=NextTo(4)))
     batch = jaxkv.make_batch([1, 2, 3, 4], sequences=[0, 1, 2, 2])
     assert jaxkv.init_batch(cache, batch).ubatch.slots.ravel().tolist() == [4, 3, 2, 6]
 
@@ -53,7 +53,7 @@ def test_plan_of_several_tokens_takes_cells_in_the_order_of_keys():
 def test_generate_with_own_placement_gives_the_same_tokens():
     results = [
         jaxkv.generate(
-            lambda _, step: think(step),
+            lambda _, step: run_model(step),
             None,
             [[1, 2, 3], [4, 5, 6, 7, 8]],
             cache=replace(SMALL, cells=24, placement=placement).make(),
@@ -68,19 +68,19 @@ def test_generate_with_own_placement_gives_the_same_tokens():
 
 
 def test_window_evicts_lowest_position_of_own_placement():
-    cache = drawn("0{0} 1{0} 2{0} 3{0} 4{0} 5{0}", replace(LAST_FIT_WINDOW, cells=6))
+    cache = parse_cache("0{0} 1{0} 2{0} 3{0} 4{0} 5{0}", replace(LAST_FIT_WINDOW, cells=6))
     plan = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2]))
     assert plan.ubatch.slots.ravel().tolist() == [0, 1]
 
 
 def test_copy_between_streams_takes_the_last_free_cells():
-    cache = drawn("0{0} 1{0} | . . . . . . . . 0{2} .", GROUPS_LAST_FIT)
+    cache = parse_cache("0{0} 1{0} | . . . . . . . . 0{2} .", GROUPS_LAST_FIT)
     copied = jaxkv.seq_cp(cache, 0, [3])
     assert copied.ok and drawing(copied.cache) == "0{0} 1{0} | . . . . . . . 1{3} 0{2} 0{3}"
 
 
 def test_defrag_moves_cells_to_the_end():
-    cache = drawn("0{0} . 1{0} . . 0{1} . 1{1}", LAST)
+    cache = parse_cache("0{0} . 1{0} . . 0{1} . 1{1}", LAST)
     plan = jaxkv.defrag_plan(cache)
     assert plan.num_changes == 2
     cache = jaxkv.apply(cache, plan)
@@ -89,11 +89,11 @@ def test_defrag_moves_cells_to_the_end():
 
 
 def test_snapshot_of_own_placement_loads_into_caches_only():
-    data = snapshot.save(drawn("0{0} . 1{0}", LAST), sequences=[0])
+    data = snapshot.save(parse_cache("0{0} . 1{0}", LAST), sequences=[0])
     assert "placement=LastFit" in repr(snapshot.inspect(data).cache)
     with pytest.raises(ValueError, match=r"got 'LastFit' of a user; load into a cache .*\(into=\)"):
         snapshot.load(data)
-    full = drawn("0{2} . . . . . 0{1} .", LAST)
+    full = parse_cache("0{2} . . . . . 0{1} .", LAST)
     loaded = snapshot.load(data, into=full)
     assert drawing(loaded) == "0{2} . . . . 1{0} 0{1} 0{0}"
     assert loaded.table.placement == LastFit()
@@ -117,7 +117,7 @@ def test_own_placement_on_a_mesh_chooses_the_same_cells():
     sequences = np.broadcast_to(np.arange(4)[:, None], tokens.shape)
     batch = jaxkv.make_batch(tokens, sequences=sequences, valid=valid)
     with jax.set_mesh(mesh_of(data=2, tensor=2)):
-        split = jaxkv.init_batch(placed(kind.make()), batch)
+        split = jaxkv.init_batch(place_on_mesh(kind.make()), batch)
     whole = jaxkv.init_batch(kind.make(), batch)
     assert np.asarray(split.ubatch.slots).tolist() == np.asarray(whole.ubatch.slots).tolist()
     assert set(whole.ubatch.slots[whole.ubatch.valid].tolist()) == {5, 6, 7}

@@ -12,34 +12,34 @@ import pytest
 import jaxkv
 from jaxkv import EditResult, PlanRefusedError, Reason, generation, make_batch
 from jaxkv.table import EditCheck, join_checks
-from tests.cells.plans import NEAR, one_by_one
+from tests.cells.plans import NEAR
 from tests.helpers import edit_sequences, hlo
-from tests.helpers.caches import GROUPS, SMALL, assert_identical, drawn
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.caches import GROUPS, SMALL, assert_identical, parse_cache
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import add_tokens, apply_plan
 
 
 @functools.cache
 def six():
-    return drawn("0{0} 1{0} 2{0} 3{0} 4{0} 5{0}", SMALL)
+    return parse_cache("0{0} 1{0} 2{0} 3{0} 4{0} 5{0}", SMALL)
 
 
 @functools.cache
 def evicted():
     """Sequence 0 has tokens up to position 9; those below 4 are evicted. The window has width 4."""
-    return one_by_one(NEAR.make(), 10)
+    return add_tokens(NEAR.make(), [1] * 10, each=1)
 
 
 @functools.cache
 def states():
     """Sequence 0 has 6 tokens, with states after the last two."""
-    return edit_sequences.told(kept=1, counts=[6]).cache
+    return edit_sequences.make_filled_twin(kept=1, counts=[6]).cache
 
 
 @functools.cache
 def hybrid():
     """Sequence 0 has 6 tokens and sequence 1 has 8, with states after the last 3."""
-    return edit_sequences.told(2, [6, 8], kinds="ar", cells=20).cache
+    return edit_sequences.make_filled_twin(2, [6, 8], kinds="ar", cells=20).cache
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def groups():
     cache, counts = GROUPS.make(), [6, 0, 6, 0]
     ids = [seq for seq, count in enumerate(counts) for _ in range(count)]
     for ubatch in jaxkv.init_batch(cache, make_batch([1] * 12, sequences=ids)).ubatches:
-        cache = settle(cache, ubatch)
+        cache = apply_plan(cache, ubatch)
     return cache
 
 
@@ -76,14 +76,14 @@ def grouped():
     return extend(six(), 0, 0).cache
 
 
-def return_after_loss(cache, seq):
+def rewind_after_write(cache, seq):
     """Remove a sequence, write its cells again, and return to the table from before."""
     later, _ = jaxkv.seq_rm(cache, seq)
-    later = settle(later, jaxkv.plan_step(later, jnp.array([1]), sequences=jnp.array([1])))
+    later = apply_plan(later, jaxkv.plan_step(later, jnp.array([1]), sequences=jnp.array([1])))
     return jaxkv.rewind(later, to=cache.table)
 
 
-def returned(cache, seq):
+def rewind_after_seq_rm(cache, seq):
     return jaxkv.rewind(jaxkv.seq_rm(cache, seq).cache, to=cache.table)
 
 
@@ -141,8 +141,8 @@ CASES = [
     (extend, grouped, (0, 0), "DUPLICATE_POSITION"),
     (extend, shared, (0, 0), "SHARED_CELL"),
     (extend, evicted, (0, 2), "CONTEXT_EVICTED"),
-    (returned, six, (0,), "OK"),
-    (return_after_loss, six, (0,), "OVERWRITTEN"),
+    (rewind_after_seq_rm, six, (0,), "OK"),
+    (rewind_after_write, six, (0,), "OVERWRITTEN"),
 ]
 
 
@@ -159,11 +159,11 @@ FAST = [case for case in CASES if case[1] in (six, shared)]
 
 @pytest.mark.parametrize(
     ("edit", "make", "args", "name"),
-    in_lanes(CASES, FAST, core=[case for case in CASES if case not in FAST]),
+    mark_cases(CASES, FAST, core=[case for case in CASES if case not in FAST]),
 )
 def test_refused_edit_has_the_reason_of_its_cause(edit, make, args, name):
     cache = make()
-    assert_reason(jitted(edit)(cache, *jax.tree.map(jnp.asarray, args)), cache, name)
+    assert_reason(jit_edit(edit)(cache, *jax.tree.map(jnp.asarray, args)), cache, name)
     try:
         result = edit(cache, *args)
     except ValueError as error:  # concrete arguments outside of their ranges
@@ -173,7 +173,7 @@ def test_refused_edit_has_the_reason_of_its_cause(edit, make, args, name):
 
 
 @functools.cache
-def jitted(edit):
+def jit_edit(edit):
     return jax.jit(edit)
 
 

@@ -10,9 +10,9 @@ import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge
 from jaxkv.kv.record import INITIAL
-from tests.cells.pools import FOUR, TWO, noisy
+from tests.cells.pools import FOUR, TWO, parse_random
 from tests.helpers.caches import WIDE, cells_of, edit
-from tests.helpers.steps import settle
+from tests.helpers.steps import apply_plan
 
 core = pytest.mark.core
 DRAWN = {"position", "owners", "shift"}
@@ -21,7 +21,7 @@ KEPT = INITIAL.keys() - {"owners", "stamp"}
 EDITS = {
     "seq_cp": lambda cache: edit("seq_cp", cache, 0, [1, 3], 2),
     "seq_select": lambda cache: edit("seq_select", cache, [0, 2], [2, 0]),
-    "defrag": lambda cache: (settle(cache, jaxkv.defrag_plan(cache)), True),
+    "defrag": lambda cache: (apply_plan(cache, jaxkv.defrag_plan(cache)), True),
     "load": lambda cache: (
         snapshot.load(snapshot.save(cache), into=jaxkv.clear(cache), sequences={0: 3, 2: 1}),
         True,
@@ -40,7 +40,7 @@ def random_cache(kind, seed):
             names = ",".join(str(stream * sharing + owner) for owner in owners)
             line[cell] = f"{position + 1}{{{names}}}+{rng.integers(position + 2)}"
         lines.append(" ".join(line))
-    cache = noisy("|".join(lines), kind)
+    cache = parse_random("|".join(lines), kind)
     fields = {name: getattr(cache.table, name) for name in INITIAL.keys() - DRAWN}
     fields = {n: jnp.asarray(rng.integers(2**31, size=x.shape), x.dtype) for n, x in fields.items()}
     return merge(replace(cache.table, **fields), cache.buffers)

@@ -2,7 +2,7 @@
 
 Every state names all its tokens (`tests.helpers.edit_sequences`), which detects states that are
 stale, of another sequence or partly written. `test_every_argument` and `test_stateful` compare the
-ranges of verbs with oracles.
+ranges of edits with oracles.
 """
 
 from functools import partial
@@ -20,69 +20,28 @@ from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from tests.helpers import edit_sequences
 from tests.helpers.caches import WIDTH, assert_identical, attention_cache, contents_of, plan_rows
-from tests.helpers.edit_sequences import bytes_of, make, planned, states_of, tell, told, walk
+from tests.helpers.edit_sequences import (
+    list_states,
+    make,
+    make_filled_twin,
+    plan_tokens,
+    run_rows,
+    run_ubatch,
+    state_bytes,
+)
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_plan
 
 pytestmark = pytest.mark.core
 
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
 
 
-def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
-    cache = told(kept=0, counts=(3, 2)).cache
-    copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
-    assert not ok and cache.can_resume(0, 0)
-    assert_identical(copied, cache)
-    assert not jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=0).ok
-
-
-@pytest.mark.parametrize("kept", in_lanes([0, 3], [0]))
-def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
-    """Trap 68; and a cell is always free, for any order of forks and steps."""
-    twin = told(kept=kept, counts=(5, 0, 0))
-    twin.edit("seq_cp", 0, [1, 2])
-    assert twin.cache.num_used_cells() == kept + 1
-    for turn in range(5):
-        twin.edit("seq_cp", turn % 3, [(turn + 1) % 3])
-        for seq in (0, 2, 1):
-            assert twin.decode([seq] * (4 - turn % 4 // 2 * 2))
-            twin.compare()
-    assert twin.cache.num_used_cells() == 3 * (kept + 1)
-
-
-def test_seq_select_copies_of_one_and_of_three_states_get_separate_cells():
-    twin = edit_sequences.Twin("r", kept=2, sequences=4, streams=2)
-    assert twin.decode([0]) and twin.decode([1] * 4)
-    twin.edit("seq_select", [0, 1], [2, 3])
-    twin.compare()
-    assert twin.cache.num_used_cells() == 8
-
-
-@pytest.mark.parametrize("kept", [0, 2])
-def test_seq_cp_into_a_full_stream_takes_the_cells_of_its_target(kept):
-    twin = edit_sequences.Twin("r", kept=kept, sequences=4, streams=2)
-    for seq in range(4):
-        assert twin.decode([seq] * (kept + 1))
-    twin.edit("seq_cp", 0, [2])
-    twin.compare()
-    assert twin.cache.num_used_cells() == 4 * (kept + 1)
-
-
-def test_shifts_drop_earlier_states_at_the_position_of_a_later_one():
-    cache = told(kept=3, counts=(6,)).cache
-    assert cache.table.position[0].tolist() == [2, 3, 4, 5]
-    shifted, ok = jaxkv.seq_add(cache, 0, 5, -1, delta=-1)
-    assert ok and shifted.table.position[0].tolist() == [-1, 2, 3, 4]
-    divided, ok = jaxkv.seq_div(cache, 0, 4, -1, divisor=2)
-    assert ok and divided.table.position[0].tolist() == [-1, -1, -1, 2]
-
-
-@pytest.mark.parametrize("kept", in_lanes([0, 1, 3], [3]))
+@pytest.mark.parametrize("kept", mark_cases([0, 1, 3], [3]))
 def test_seq_rm_rollback_is_exact_or_refused(kept):
     """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""
-    twin, states = told(kept=kept, counts=(8,)), kept + 1
+    twin, states = make_filled_twin(kept=kept, counts=(8,)), kept + 1
     for count, back in product(sorted({1, 2, kept + 1, kept + 4}), range(kept + 3)):
         assert twin.decode([0] * count)
         states = min(kept + 1, states + count)
@@ -91,36 +50,12 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
             granted = twin.seq_rm(0, end - cut)
             assert granted == (cut < states)
             states, end = (states - cut, end - cut) if granted else (states, end)
-            assert [at for at, _ in states_of(twin.cache)] == [*range(end - states, end)]
+            assert [at for at, _ in list_states(twin.cache)] == [*range(end - states, end)]
             twin.compare()
 
 
-@pytest.mark.parametrize("kinds", in_lanes(["r", "ar"], ["ar"]))
-def test_seq_rm_from_the_first_position_removes_the_sequence(kinds):
-    """Also after shifts and copies."""
-    twin = edit_sequences.Twin(kinds, kept=1, sequences=4, streams=2)
-    assert twin.decode([0] * 4, positions=[5, 6, 7, 8])
-    past = twin.fork()
-    for start, stop in ((5, -1), (3, 9), (5, 100)):
-        assert twin.seq_rm(0, start, stop) and twin.cache.seq_pos_max(0) == -1
-        twin.compare()
-        twin.return_to(past)
-    assert not twin.seq_rm(0, 6) and not twin.seq_rm(0, 5, 8)
-    assert twin.cache.can_resume(0, 4) and not twin.cache.can_resume(0, 6)
-    for start, stop in ((0, 3), (4, 5)):  # no token
-        assert twin.seq_rm(0, start, stop) and twin.edit("seq_add", 0, start, stop, -5)
-        assert twin.cache.seq_pos_max(0) == 8
-    twin.edit("seq_cp", 0, [1, 2])
-    assert twin.edit("seq_add", 2, 0, -1, -4) and twin.edit("seq_select", [2], [3])
-    twin.compare()
-    assert not twin.edit("seq_add", 3, 0, -1, -2)  # the first position would be negative
-    for seq, first in ((0, 5), (1, 5), (2, 1), (3, 1)):
-        assert not twin.seq_rm(seq, first + 1, -1) and twin.seq_rm(seq, first, -1)
-        twin.compare()
-
-
 def test_edits_of_hybrid_change_all_parts_or_none():
-    twin = told(kept=1, counts=(6, 0), kinds="ar")
+    twin = make_filled_twin(kept=1, counts=(6, 0), kinds="ar")
     cache, far = twin.cache, 2**31 - 1 - 3  # states after positions 4 and 5
     for after in (
         jax.jit(jaxkv.seq_rm)(cache, 0, 3)[0],
@@ -137,7 +72,7 @@ def test_edits_of_hybrid_change_all_parts_or_none():
 
 def test_rewind_after_an_abort_is_exact_or_refused():
     """Traps 71 and 72; the earlier cache is unchanged."""
-    twin = told(kept=1, counts=(3, 2, 0), **HYBRID)
+    twin = make_filled_twin(kept=1, counts=(3, 2, 0), **HYBRID)
     past = twin.fork()
     plan, parts = twin.plan([0] * 11, in_parts=True)
     for ubatch, part in [*zip(plan.ubatches, parts, strict=True)][:2]:
@@ -152,69 +87,36 @@ def test_rewind_after_an_abort_is_exact_or_refused():
     twin.compare()
 
 
-@partial(jax.jit, donate_argnames="buffers")
-def step(table, buffers, ubatch):
-    return split(walk(merge(table, buffers), ubatch, "ar")[0])
-
-
-def test_rewind_with_donated_buffers_finds_shared_states():
-    """Trap 71: states that a second sequence shares are never overwritten."""
-    twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
-    alone = twin.cache.table
-    twin.edit("seq_cp", 0, [2])
-    known = edit_sequences.kept_of(twin.cache.parts[-1])
-    shared, buffers = split(jax.tree.map(jnp.copy, twin.cache))
-    table, (plan, _) = shared, twin.plan([0] * 11, in_parts=True)
-    for ubatch in plan.ubatches:
-        table, buffers = step(table, buffers, ubatch)
-    for past in (alone, shared):  # the same cells
-        twin.cache, ok = jaxkv.rewind(merge(table, buffers), to=past)
-        assert ok and not twin.cache.is_current(plan.ubatches[0])  # its cells were written since
-    assert edit_sequences.kept_of(twin.cache.parts[-1]) == known
-
-
-def test_rewind_then_the_same_step_gives_the_same():
-    """A step of another stream does not prevent it."""
-    for streams, others in ((1, []), (3, [3])):
-        cache = tell(make(3, streams=streams), [1, 2])
-        ubatch = planned(cache, [3])
-        later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
-        back, ok = jaxkv.rewind(later, to=cache.table)
-        assert ok
-        assert_identical(settle(back, ubatch), back)  # stale: its cells were written since
-        again, same = walk(back, planned(back, [3]))
-        assert_identical(same, passed)
-        assert states_of(again) == states_of(later)
-
-
 @partial(jax.jit, donate_argnames="cache")
-def consume(cache, ubatch):
+def run_donated(cache, ubatch):
     """Walk with the whole cache donated, as in most loops."""
-    return walk(cache, ubatch, HYBRID["kinds"])[0]
+    return run_ubatch(cache, ubatch, HYBRID["kinds"])[0]
 
 
 def test_a_kept_cache_goes_on_as_if_nothing_came_between():
     """Trap 90: a cache does not change with edits of a cache derived from it."""
-    says = partial(tell, kinds=HYBRID["kinds"])
-    checkpoint, other = (told(kept=1, counts=(3, 2, 0), **HYBRID).cache for _ in range(2))
+    says = partial(run_rows, kinds=HYBRID["kinds"])
+    checkpoint, other = (
+        make_filled_twin(kept=1, counts=(3, 2, 0), **HYBRID).cache for _ in range(2)
+    )
     wanted = says(other, [50, 51], [60])
     cache, ok = jaxkv.seq_rm(checkpoint, 0, 2)
     assert ok
     cache = says(jaxkv.seq_cp(cache, 0, 2).cache, [70], [], [71])
     for token in (72, 73):  # the result of a step without donation may be donated
-        cache = consume(cache, planned(cache, [token]))
-    copied, ubatch = jax.tree.map(jnp.copy, checkpoint), planned(checkpoint, [50, 51], [60])
-    assert_identical(consume(copied, ubatch), wanted)
+        cache = run_donated(cache, plan_tokens(cache, [token]))
+    copied, ubatch = jax.tree.map(jnp.copy, checkpoint), plan_tokens(checkpoint, [50, 51], [60])
+    assert_identical(run_donated(copied, ubatch), wanted)
     assert_identical(says(checkpoint, [50, 51], [60]), wanted)
     forked = jaxkv.seq_cp(checkpoint, 0, 2).cache  # it has the same buffers
-    consume(forked, planned(forked, [80]))
+    run_donated(forked, plan_tokens(forked, [80]))
     assert all(x.is_deleted() for x in jax.tree.leaves(checkpoint.buffers))
 
 
 def test_read_states_of_a_stale_ubatch_is_nan():
-    cache = tell(make(3), [1, 2])
-    later = tell(cache, [4])
-    step = jaxkv.apply(later, planned(cache, [3]))
+    cache = run_rows(make(3), [1, 2])
+    later = run_rows(cache, [4])
+    step = jaxkv.apply(later, plan_tokens(cache, [3]))
     for layer in range(2):
         states = jaxkv.read_states(step, layer)
         assert np.isnan(states["trace"][0]).all() and states["hash"][0] == 0  # the lowest integer
@@ -225,11 +127,11 @@ def test_read_states_of_a_stale_ubatch_is_nan():
 
 def test_read_states_of_a_refused_plan_is_zero():
     """Also for sequences that have a state."""
-    cache, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
+    cache, tokens = run_rows(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
     valid = np.arange(WIDTH) < [[1], [1], [0]]
     plan = plan_rows(cache, tokens, valid, tokens + 5)
     assert plan.reason.tolist() == [Reason.NOT_CONTIGUOUS, Reason.NOT_CONTIGUOUS, Reason.OK]
-    _, passed = walk(cache, plan.ubatches[0])
+    _, passed = run_ubatch(cache, plan.ubatches[0])
     assert not any(np.any(x[:, 0]) for x in jax.tree.leaves(passed))
 
 
@@ -238,7 +140,7 @@ def test_init_batch_two_rows_of_one_sequence_is_refused():
     cache, rows = make(1, sequences=1), jnp.zeros((2, 2), jnp.int32)
     plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t, sequences=0)))(cache, rows)
     assert not plan.ok and plan.reason[0] == Reason.MIXED_ROW
-    assert_identical(settle(cache, plan), cache)
+    assert_identical(apply_plan(cache, plan), cache)
 
 
 def test_read_states_of_a_new_sequence_ignores_old_bytes():
@@ -246,31 +148,31 @@ def test_read_states_of_a_new_sequence_ignores_old_bytes():
     table, buffers = split(make(3))
     for number in (np.nan, np.inf):
         poison = [dict(layer, trace=jnp.full_like(layer["trace"], number)) for layer in buffers]
-        cache = tell(merge(table, tuple(poison)), [1, 2, 3])
-        wanted = [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in range(3)]
-        assert states_of(cache) == wanted
-    cache = tell(make(0), [1], [2], [3])  # no cell is unused
-    cache = tell(jaxkv.seq_rm(cache, 0)[0], [4])
-    assert states_of(cache) == [(0, bytes_of([4], (0, 1)))]
+        cache = run_rows(merge(table, tuple(poison)), [1, 2, 3])
+        wanted = [(p, state_bytes([1, 2, 3][: p + 1], (0, 1))) for p in range(3)]
+        assert list_states(cache) == wanted
+    cache = run_rows(make(0), [1], [2], [3])  # no cell is unused
+    cache = run_rows(jaxkv.seq_rm(cache, 0)[0], [4])
+    assert list_states(cache) == [(0, state_bytes([4], (0, 1)))]
 
 
 def test_read_states_after_a_write_while_a_cell_is_empty_reads_the_same():
     """An empty cell is used before the cell of a freed state."""
-    cache = tell(make(0), [1, 2])
-    ubatch = planned(cache, [3])
+    cache = run_rows(make(0), [1, 2])
+    ubatch = plan_tokens(cache, [3])
     states = jaxkv.read_states(jaxkv.apply(cache, ubatch), 0)
-    full = tell(cache, [], [4], [5])  # no cell is empty
-    assert_identical(states, jaxkv.read_states(jaxkv.apply(full, planned(full, [3])), 0))
+    full = run_rows(cache, [], [4], [5])  # no cell is empty
+    assert_identical(states, jaxkv.read_states(jaxkv.apply(full, plan_tokens(full, [3])), 0))
 
 
 def test_content_of_a_copied_state_is_the_sum_of_its_tokens():
-    cache = jaxkv.seq_cp(tell(make(3, streams=3), [1, 2, 3]), 0, 2).cache
+    cache = jaxkv.seq_cp(run_rows(make(3, streams=3), [1, 2, 3]), 0, 2).cache
     hashes = chain_hashes(hash_contents(jnp.array([1, 2, 3]), None), jnp.arange(3))
     total = jnp.full(3, jnp.sum(hashes, dtype=jnp.uint32))
     _, same = cache.table.compare_last_tokens(jnp.arange(3), total)
     assert same.tolist() == [True, False, True]
     assert cache.table.cell[2].tolist() == [4, 1, 2, 3]  # each state has a cell of its own
-    cache = tell(make(0, sequences=6, streams=2), [1], [2], [3])  # no copy is necessary
+    cache = run_rows(make(0, sequences=6, streams=2), [1], [2], [3])  # no copy is necessary
     shared = jax.jit(jaxkv.seq_cp)(cache, 0, 1).cache
     assert_identical(shared.table.content, cache.table.content)
 
@@ -281,14 +183,14 @@ def test_steps_to_keep_skips_holes_in_a_row():
     valid[0, [1, 3, 4, 7]] = valid[1, 6] = True
     (ubatch,) = plan_rows(cache, tokens, valid).check().ubatches
     assert ubatch.state_write_steps(3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
-    table = settle(cache, ubatch).table
+    table = apply_plan(cache, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
     stamps = np.asarray(table.stamp)[0]
     assert len(set(stamps[table.cell[0]].tolist())) == 4 and np.all(stamps[table.cell[0]])
 
 
 def test_write_states_passes_gradients():
-    step = begun(make(0))
+    step = start_step(make(0))
 
     def loss(x):
         state = jaxkv.read_states(step, 0)
@@ -305,9 +207,9 @@ def test_compose_hybrids_finds_each_layer():
     inner = compose_hybrid_cache((full, (0,)), (window, (1,)))
     cache = compose_hybrid_cache((inner, (1, 0)), (make(1, layers=1), (1,)))
     assert cache.num_rollback_states(1) == 1
-    cache = tell(cache, [1, 2, 3], [4], kinds="ab")
+    cache = run_rows(cache, [1, 2, 3], [4], kinds="ab")
     inner, states = cache.parts
-    assert edit_sequences.kept_of(states)[0][-1] == (2, bytes_of([1, 2, 3], [1]))
+    assert edit_sequences.stored_states(states)[0][-1] == (2, state_bytes([1, 2, 3], [1]))
     for part, layer in zip(inner.parts, (1, 0), strict=True):
         assert len(contents_of(part.buffers, [layer])) == 4
     with pytest.raises(ValueError, match="one of the recurrent layers .1., got 0"):
@@ -315,17 +217,17 @@ def test_compose_hybrids_finds_each_layer():
     assert "part 1, layers 1\nsequence 0 1 2\nsequence 1 . 0\n" in jaxkv.show(cache)
 
 
-def begun(cache):
-    return jaxkv.apply(cache, planned(cache, [1]))
+def start_step(cache):
+    return jaxkv.apply(cache, plan_tokens(cache, [1]))
 
 
-def reads(cache, layer=0):
-    return jaxkv.read_states(begun(cache), layer)
+def read_states_of_step(cache, layer=0):
+    return jaxkv.read_states(start_step(cache), layer)
 
 
-def writes(cache, layer=0, **changed):
+def write_states_of_step(cache, layer=0, **changed):
     states = {"hash": np.zeros((3, 4), np.uint32), "trace": np.zeros((3, 4, 2))}
-    return jaxkv.write_states(begun(cache), layer, states | changed)
+    return jaxkv.write_states(start_step(cache), layer, states | changed)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("states"))

@@ -12,14 +12,14 @@ from jaxkv import Rope
 from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.quantised import Quantised
 from tests.helpers.caches import attention_cache
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 MAX_CELLS = [0, 10_000, 131_072, 1_000_000, 2**24 + 1, 2**31 - 1000]
 TOKENS = 8
 
 
 @partial(jax.jit, static_argnames=("rope", "dtype"))
-def written(start, q, k, v, *, rope, dtype="float32"):
+def attend_from(start, q, k, v, *, rope, dtype="float32"):
     """A cache of tokens from a start position, and their attention."""
     sizes = dict(layers=1, cells=TOKENS, kv_heads=k.shape[1], head_dim=k.shape[2])
     cache = attention_cache(**sizes, rope=rope, dtype=dtype)
@@ -37,7 +37,7 @@ def heads(size):
 
 
 @jax.jit
-def moved(cache, delta, times=1):
+def rotate_times(cache, delta, times=1):
     def once(i, cache):  # first by delta, then alternately by 1 less and 1 more
         turn = jnp.where(i == 0, 0, 1 - 2 * (i % 2))
         cache = jaxkv.seq_add(cache, 0, 0, -1, delta=delta + turn).cache
@@ -50,13 +50,13 @@ def keys_of(cache):
     return np.asarray(storage_of(cache.buffers.k[0]).decode(), np.float64)[0].transpose(1, 0, 2)
 
 
-def test_attend_is_the_same_wherever_a_text_begins():
+def test_attend_is_the_same_at_any_first_position():
     rope, args = Rope.make(32), heads(32)
-    cache, near = written(0, *args, rope=rope)
+    cache, near = attend_from(0, *args, rope=rope)
     for start in MAX_CELLS:
-        far, out = written(start, *args, rope=rope)
+        far, out = attend_from(start, *args, rope=rope)
         np.testing.assert_allclose(out, near, atol=1e-5, err_msg=str(start))
-        back = moved(far, -start)
+        back = rotate_times(far, -start)
         np.testing.assert_allclose(keys_of(back), keys_of(cache), atol=1e-5, err_msg=str(start))
 
 
@@ -71,7 +71,7 @@ FORMS = ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 
 @pytest.mark.parametrize(
     ("dtype", "rope"),
-    in_lanes(
+    mark_cases(
         [
             *((dtype, "halves") for dtype in FORMS),
             *(("int8", rope) for rope in ("two scales", "partial neighbours", "yarn")),
@@ -84,12 +84,12 @@ def test_update_501_times_is_as_exact_as_once(dtype, rope):
     rope = ROPES[rope]
     size = 160 if len(rope.frequencies) == 80 else 32
     q, k, v = heads(size)
-    cache, _ = written(1010, q, k, v, rope=rope, dtype=dtype)
+    cache, _ = attend_from(1010, q, k, v, rope=rope, dtype=dtype)
     errors = {}
     for times in (0, 1, 501):
         positions = 1010 - 2 * times + jnp.arange(TOKENS)
         wanted = rope.rotate(k, positions)
-        errors[times] = np.linalg.norm(keys_of(moved(cache, -2, times)) - wanted)
+        errors[times] = np.linalg.norm(keys_of(rotate_times(cache, -2, times)) - wanted)
     assert 0 < errors[501] < 1.5 * errors[1] and errors[1] < 3.2 * errors[0]
 
 

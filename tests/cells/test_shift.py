@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import merge, split
-from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
+from tests.helpers.caches import apply_update, assert_identical, attention_cache
 
 core = pytest.mark.core
 PLAIN = jaxkv.Rope.make(6, base=100.0)
@@ -24,7 +24,6 @@ ALL = (  # one for each layer; of keys of 6 numbers
     PLAIN.linear(factor=4.0),
     PLAIN.yarn(factor=4.0, original=64, base=100.0),
 )
-SHIFT = Kind("shift", cells=8, sequences=2)
 
 
 @partial(jax.jit, static_argnames="rope")
@@ -33,7 +32,7 @@ def rotate(x, positions, rope):
 
 
 @functools.cache
-def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
+def make_rotated_cache(*, tokens=6, cells=8, ropes=(PLAIN,)):
     """A cache of tokens 0, 1, 2 ... of sequence 0, and their keys before rotation, `[T, K, D]`."""
     sizes = dict(layers=len(ropes), cells=cells, kv_heads=2, head_dim=6, sequences=2)
     table, buffers = split(attention_cache(**sizes, rope=ropes))
@@ -42,12 +41,12 @@ def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
     position_of = jnp.where(there, position, table.position)
     table = replace(table, position=position_of, owners=there[None].astype(jnp.uint32))
     raw = jax.random.normal(jax.random.key(0), (cells, 2, 6))
-    keys = tuple(turned(raw, position, rope).transpose(1, 0, 2)[None] for rope in ropes)
+    keys = tuple(rotate_keys(raw, position, rope).transpose(1, 0, 2)[None] for rope in ropes)
     values = (raw.transpose(1, 0, 2)[None],) * len(ropes)
     return merge(table, replace(buffers, k=keys, v=values)), np.asarray(raw)[:tokens]
 
 
-def turned(keys, positions, rope):
+def rotate_keys(keys, positions, rope):
     return keys if rope is None else rope.rotate(keys[None], positions[None])[0]
 
 
@@ -63,14 +62,14 @@ def test_update_equals_rotating_from_scratch(ropes):
 
     The attention factor of YaRN is applied once (trap 91).
     """
-    cache, raw = rotated(ropes=ropes)
+    cache, raw = make_rotated_cache(ropes=ropes)
     moved = jaxkv.seq_add(jaxkv.seq_div(cache, 0, 2, 5, divisor=3).cache, 0, 1, -1, delta=7).cache
-    after = updated(moved)
+    after = apply_update(moved)
     assert jaxkv.init_update(moved).num_changes == 5 and not after.table.shift.any()
     stays = np.asarray(moved.table.shift[0, :6] == 0)
     for layer, rope in enumerate(ropes):
         keys, before = keys_of(after, layer), keys_of(cache, layer)
-        wanted = turned(raw, after.table.position[0, :6], rope)
+        wanted = rotate_keys(raw, after.table.position[0, :6], rope)
         np.testing.assert_allclose(keys, wanted, atol=2e-6)
         np.testing.assert_array_equal(keys[stays], before[stays])
         first = 0 if rope is None else 2 * len(rope.frequencies)
@@ -81,66 +80,7 @@ def test_update_equals_rotating_from_scratch(ropes):
 
 @core
 def test_update_rotates_more_keys_than_a_chunk():
-    cache, raw = rotated(cells=700, tokens=600)
-    after = updated(jaxkv.seq_add(cache, 0, 10, -1, delta=3).cache)
-    wanted = turned(raw, after.table.position[0, :600], PLAIN)
+    cache, raw = make_rotated_cache(cells=700, tokens=600)
+    after = apply_update(jaxkv.seq_add(cache, 0, 10, -1, delta=3).cache)
+    wanted = rotate_keys(raw, after.table.position[0, :600], PLAIN)
     np.testing.assert_allclose(keys_of(after, 0, 600), wanted, atol=3e-4)  # angles up to 600
-
-
-def added(cache, p0, p1, delta):
-    cache, ok = jaxkv.seq_add(cache, 0, p0, p1, delta=delta)
-    assert ok
-    return cache
-
-
-def test_seq_add_of_lists_equals_the_loop():
-    cache = drawn("0{0} 1{0} 2{0} 0{1} 1{1}", SHIFT)
-    ids, starts, ends, deltas = [0, 1, 0, 1], [1, 0, 2, 5], [-1, 1, -1, 9], [2, 2**31 - 2, -1, 7]
-    after, flags = cache, []
-    for seq, p0, p1, delta in zip(ids, starts, ends, deltas, strict=True):
-        after, ok = jaxkv.seq_add(after, seq, p0, p1, delta=delta)
-        flags.append(ok.item())
-    result = jaxkv.seq_add(cache, ids, starts, ends, delta=deltas)
-    assert_identical(result.cache, after)
-    assert result.ok.tolist() == flags == [True, True, True, True]
-    far = jax.jit(jaxkv.seq_add)(cache, np.array([0, 1]), [-2, 1], -1, delta=2**31 - 2)
-    assert [jaxkv.Reason(code).name for code in far.reason.tolist()] == [
-        "ARGUMENT_OUT_OF_RANGE",
-        "POSITION_OUT_OF_RANGE",
-    ]
-    assert_identical(far.cache, cache)
-
-
-@pytest.mark.parametrize(
-    ("before", "verb", "after"),
-    [
-        # Trap 10: a shared cell moves for every owner.
-        (
-            "0{0,1} 1{0,1} 2{0,1} 3{0}", lambda m: added(m, 2, -1, 5),
-            "0{0,1} 1{0,1} 7{0,1}+5 8{0}+5",
-        ),
-        # Trap 11: a position that turns negative frees the cell for all.
-        ("0{0,1} 1{0} 2{0}", lambda m: added(m, 0, -1, -2), ". . 0{0}-2"),
-        # Trap 12: shifts add up to one rotation.
-        ("0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 0, -1, -1), "2{0}+2 3{0}+2"),
-        # Trap 13: shifts that cancel leave none pending.
-        ("0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 3, -1, -3), "0{0} 1{0}"),
-        # Trap 14: a freed cell has no pending shift.
-        ("0{0} 8{0}+3", lambda m: jaxkv.seq_rm(m, 0, 8)[0], "0{0}"),
-        # Trap 15: after a division the shift is the new position minus the old one.
-        (
-            "3{0} 4{0} 5{0} 6{0} 7{0}", lambda m: jaxkv.seq_div(m, 0, 4, 8, divisor=2).cache,
-            "3{0} 2{0}-2 2{0}-3 3{0}-3 3{0}-4",
-        ),
-        # Trap 16: two cells then share a position, and removing it removes both.
-        ("0{0} 1{0} 1{0}-1 2{0}-1", lambda m: jaxkv.seq_rm(m, 0, 1, 2)[0], "0{0} . . 2{0}-1"),
-    ],
-)  # fmt: skip
-def test_seq_add_and_seq_div_move_positions(before, verb, after):
-    cache = drawn(before, SHIFT)
-    moved = verb(cache)
-    assert drawing(moved) == after
-    assert jaxkv.init_update(moved).num_changes == after.count("+") + after.count("-")
-    assert moved.buffers.k[0] is cache.buffers.k[0]
-    if after == before:  # returns the same object
-        assert updated(moved) is moved and jaxkv.init_batch(moved, jaxkv.make_batch([1])).ok

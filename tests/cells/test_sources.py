@@ -21,8 +21,8 @@ from tests.attention.formula import formula
 from tests.helpers.caches import assert_identical, recurrent_cache
 from tests.helpers.meshes import mesh_of
 from tests.helpers.mistakes import NAMES, assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_plan
 
 core = pytest.mark.core
 SIZE, VOCABULARY, Q = 8, 12, 4
@@ -55,21 +55,21 @@ def forward(params, step):
     return step, x.reshape(-1, SIZE)[step.outputs] @ params["embedding"].T
 
 
-def attention(q, k, v):
+def attend_one(q, k, v):
     """Attention of one token over some cells, in NumPy; zeros over none."""
     q, k, v = (np.reshape(x, (1, -1, 2, SIZE // 2)) for x in (q, k, v))
     k, v = (x.swapaxes(1, 2) for x in (k, v))
     return formula(q, k, v, np.ones((1, 1, k.shape[2]), bool)).reshape(-1)
 
 
-def said(source, text):
+def compute_logits(source, text):
     w = {name: np.asarray(x, np.float64) for name, x in WEIGHTS.items()}
     held = w["embedding"][text]
     x = held[-1]
-    x = x + attention(x @ w["q0"], held @ w["k0"], held @ w["v0"])
+    x = x + attend_one(x @ w["q0"], held @ w["k0"], held @ w["v0"])
     read = w["sources"][list(source)]
     read = read + read.mean(axis=0) if len(source) else read
-    x = x + attention(x @ w["q1"], read @ w["k1"], read @ w["v1"])
+    x = x + attend_one(x @ w["q1"], read @ w["k1"], read @ w["v1"])
     return x @ w["embedding"].T
 
 
@@ -79,7 +79,7 @@ SOURCE_SPEC = jaxkv.CacheSpec.cross_attention(**HEADS)
 BOTH = jaxkv.CacheSpec.hybrid((TEXT_SPEC, [TEXT]), (SOURCE_SPEC, [CROSS]))
 
 
-def make(streams=1):
+def make_both(streams=1):
     return jaxkv.make_cache(BOTH, cells=(32, 24), sequences=Q, streams=streams)
 
 
@@ -92,31 +92,31 @@ def encode(cache, lists, sequences):
     return jaxkv.encode(encoder, WEIGHTS, cache, make_batch(lists, sequences=sequences)).cache
 
 
-def tell(cache, lists, sequences):
+def prefill_texts(cache, lists, sequences):
     batch = make_batch(lists, sequences=sequences)
     return jaxkv.prefill(forward, WEIGHTS, cache, batch)[:2]
 
 
 @jax.jit
-def ask(cache):
+def next_logits(cache):
     """The logits of each sequence after a token 1."""
     everyone = jnp.arange(Q, dtype=jnp.int32)
     plan = jaxkv.plan_step(cache, jnp.ones_like(everyone), sequences=everyone, active=everyone >= 0)
     return forward(WEIGHTS, jaxkv.apply(cache, plan))[1], plan.ok
 
 
-def assert_said(logits, sources, texts):
+def assert_logits(logits, sources, texts):
     for row, *both in zip(logits, sources, texts, strict=True):
-        np.testing.assert_allclose(row, said(*both), atol=2e-4, err_msg=str(both))
+        np.testing.assert_allclose(row, compute_logits(*both), atol=2e-4, err_msg=str(both))
 
 
 def check(cache, sources, texts):
     """Compare the next logits of all sequences, and check the invariants of the tables."""
     sources = [SOURCES["ABCD".index(one)] for one in sources]
     texts = [TEXTS[one] for one in texts]
-    logits, ok = ask(cache)
+    logits, ok = next_logits(cache)
     assert ok
-    assert_said(logits, sources, [[*text, 1] for text in texts])
+    assert_logits(logits, sources, [[*text, 1] for text in texts])
     assert not any(map(int, cache.check().values()))
     assert lengths(cache) == [*map(len, sources)]
 
@@ -126,10 +126,10 @@ def lengths(cache):
 
 
 @functools.cache
-def filled(streams=1):
+def fill_cache(streams=1):
     """Sources of several lengths, a sequence without a source, and one without text."""
-    cache = encode(make(streams), [A, B, D], [0, 1, 3])
-    return tell(cache, ABC, [0, 1, 2])[0]
+    cache = encode(make_both(streams), [A, B, D], [0, 1, 3])
+    return prefill_texts(cache, ABC, [0, 1, 2])[0]
 
 
 @core
@@ -143,16 +143,16 @@ def test_encode_and_prefill_see_all_of_their_source():
         _, logits, _, there, _ = jaxkv.prefill(forward, WEIGHTS, cache, batch)
         return logits, ok, there
 
-    cache = encode(make(), [A, B, D], [0, 1, 3])
-    cache, logits = tell(cache, ABC, [0, 1, 2])
-    assert_said(logits, SOURCES[:3], ABC)
+    cache = encode(make_both(), [A, B, D], [0, 1, 3])
+    cache, logits = prefill_texts(cache, ABC, [0, 1, 2])
+    assert_logits(logits, SOURCES[:3], ABC)
     assert cache.seq_pos_max(range(Q)).tolist() == [1, 2, 0, -1]  # of the decoder
     assert cache.num_used_cells().item() == 6 + 8
     nothing = [np.zeros(1, int)] * 2
     assert cache.table.can_allocate(np.array([9, 9, 9, 5]), 4, nothing).all()
-    logits, ok, there = traced(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
+    logits, ok, there = traced(make_both(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
-    assert_said(logits[:1], [[4, 5, 6]], [[0, 2]])
+    assert_logits(logits[:1], [[4, 5, 6]], [[0, 2]])
     assert not traced(cache, jnp.array([4, 5, 6]), jnp.array([0, 2]))[1]
 
 
@@ -165,25 +165,25 @@ def test_encode_twice_traces_the_encoder_once():
         return encoder(params, step)
 
     for seq in (0, 1):
-        jaxkv.encode(counted, WEIGHTS, make(), make_batch([1, 2], sequences=seq))
+        jaxkv.encode(counted, WEIGHTS, make_both(), make_batch([1, 2], sequences=seq))
     assert len(traces) == 1
 
 
-def packed(cache):
+def remove_and_defrag(cache):
     cache, _ = jaxkv.seq_rm(cache, 0)
     return jaxkv.apply(cache, jaxkv.defrag_plan(cache))
 
 
-def slid(cache):
-    cache, _ = tell(cache, [[6, 7, 8]], [0])
+def shift_context(cache):
+    cache, _ = prefill_texts(cache, [[6, 7, 8]], [0])
     return generation.context_shift(cache, 0, num_keep=1, num_discard=2)[0]
 
 
-def gone_back(cache):
-    return jaxkv.rewind(tell(cache, [[3]], [0])[0], to=cache.table)[0]
+def rewind_token(cache):
+    return jaxkv.rewind(prefill_texts(cache, [[3]], [0])[0], to=cache.table)[0]
 
 
-def loaded(cache, **options):
+def save_and_load(cache, **options):
     data = jaxkv.snapshot.save(cache)
     if options:
         return jaxkv.snapshot.load(data, into=cache, **options)
@@ -192,33 +192,38 @@ def loaded(cache, **options):
 
 traced_cp = jax.jit(lambda *args: jaxkv.seq_cp(*args).cache)
 EDITS = json.loads((Path(__file__).parents[1] / "data" / "edits_of_sources.json").read_text())
-"""Edits of `filled` (ABCD and abc), and the sources and texts of all sequences after each."""
+"""Edits of `fill_cache` (ABCD and abc); sources and texts of all sequences after each."""
 
 
-def edited(cache, name):
+def apply_edit(cache, name):
     return eval(EDITS[name][0], NAMES | globals() | {"m": cache})
 
 
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("streams", in_lanes([1, 2, Q], core=[2]))
+@pytest.mark.parametrize("streams", mark_cases([1, 2, Q], core=[2]))
 def test_edits_move_sources_with_whole_sequences(streams, name):
     """An edit of a part of a sequence does not change its source."""
-    check(edited(filled(streams), name), *EDITS[name][1:])
+    check(apply_edit(fill_cache(streams), name), *EDITS[name][1:])
 
 
 @core
 def test_seq_div_divides_positions_of_text_alone():
-    cache, ok = jaxkv.seq_div(filled(), 1, 0, -1, divisor=2)
-    assert ok and lengths(cache) == lengths(filled())
-    assert [part.seq_pos_max(1).item() for part in (filled().parts[0], cache.parts[0])] == [2, 1]
+    cache, ok = jaxkv.seq_div(fill_cache(), 1, 0, -1, divisor=2)
+    assert ok and lengths(cache) == lengths(fill_cache())
+    assert [part.seq_pos_max(1).item() for part in (fill_cache().parts[0], cache.parts[0])] == [
+        2,
+        1,
+    ]
 
 
 @core
 def test_init_source_has_a_row_for_each_source():
     """Not one row for all: an encoder compares the tokens of a row."""
     batch = make_batch([A, B, D], sequences=[0, 1, 3])
-    (ubatch,) = jaxkv.init_batch(make(), batch, encoder=True).ubatches
-    traced = jax.jit(lambda cache: jaxkv.init_batch(cache, batch, encoder=True).ubatches[0])(make())
+    (ubatch,) = jaxkv.init_batch(make_both(), batch, encoder=True).ubatches
+    traced = jax.jit(lambda cache: jaxkv.init_batch(cache, batch, encoder=True).ubatches[0])(
+        make_both()
+    )
     assert ubatch.valid.shape == (4, 8)
     assert_identical(traced, ubatch)  # with static tokens
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
@@ -227,15 +232,19 @@ def test_init_source_has_a_row_for_each_source():
 
 def test_tables_of_sources_have_treedefs_of_their_own():
     """JAX compares only the fields of dataclasses: equal ones could share compiled programs."""
-    table = make().table
+    table = make_both().table
     text, sources = table.parts
-    for one, other in ((table, table.as_encoder_table()), (text, part(1).table), (text, sources)):
+    for one, other in (
+        (table, table.as_encoder_table()),
+        (text, make_part(1).table),
+        (text, sources),
+    ):
         other = jax.tree.map(lambda _: 0, other)
         assert jax.tree.structure(one) != jax.tree.structure(other)
 
 
 def encode_by(one):
-    return jaxkv.encode(one, WEIGHTS, make(), make_batch([1]))
+    return jaxkv.encode(one, WEIGHTS, make_both(), make_batch([1]))
 
 
 def as_encoder(verb, arrays):
@@ -244,12 +253,12 @@ def as_encoder(verb, arrays):
 
 
 def as_reader(verb, arrays, **options):
-    step = jaxkv.apply(make(), jaxkv.init_batch(make(), make_batch([1])))
+    step = jaxkv.apply(make_both(), jaxkv.init_batch(make_both(), make_batch([1])))
     return verb(step, CROSS, *[jnp.zeros((1, 1, 2, SIZE // 2))] * arrays, **options)
 
 
-def part(i):
-    return make().parts[i]
+def make_part(i):
+    return make_both().parts[i]
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("sources"))
@@ -259,7 +268,7 @@ def test_sources_bad_call_raises(call, outcome):
 
 @core
 def test_init_source_refused_names_reasons_and_changes_nothing():
-    cache = filled()
+    cache = fill_cache()
     with pytest.raises(
         jaxkv.PlanRefusedError,
         match="ENCODER_ALREADY_WRITTEN, expected no encoder source, got one of 5",
@@ -268,7 +277,7 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
     plan = jaxkv.init_batch(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]), encoder=True)
     reasons = [jaxkv.Reason(int(one)).name for one in plan.reason]
     assert reasons == ["ENCODER_ALREADY_WRITTEN", "OK", "OUT_OF_CELLS", "OK"]
-    assert_identical(settle(cache, plan), cache)
+    assert_identical(apply_plan(cache, plan), cache)
     reader = jaxkv.init_batch(cache, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*reader.valid.shape, 2, SIZE // 2))
     assert not jaxkv.attend(jaxkv.apply(cache, reader), CROSS, q)[1].any()  # refused
@@ -276,7 +285,7 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
 
 @core
 def test_edit_of_a_source_makes_plans_and_tables_stale():
-    cache = filled()
+    cache = fill_cache()
     (ubatch,) = jaxkv.init_batch(cache, make_batch([1], sequences=0)).ubatches
     read = encode(cache, [[7]], [2])
     assert cache.is_current(ubatch) and not read.is_current(ubatch)
@@ -289,49 +298,49 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     for edited in (read, jaxkv.seq_rm(cache, 3)[0], jaxkv.clear(cache)):
         assert np.isnan(jaxkv.attend(jaxkv.apply(edited, ubatch), CROSS, q)[1]).all()
     plan = jaxkv.init_batch(cache, make_batch([7], sequences=2), encoder=True)
-    assert not tell(cache, [[3]], [2])[0].is_current(plan.ubatches[0])
+    assert not prefill_texts(cache, [[3]], [2])[0].is_current(plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # its source's cells are overwritten
     assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=cache.table)[1]
 
 
 @core
 def test_token_of_several_sequences_looks_at_their_one_source():
-    cache = jaxkv.seq_cp(filled(), 0, 3).cache
+    cache = jaxkv.seq_cp(fill_cache(), 0, 3).cache
     tree = make_batch([[6], [7], [8]], sequences=[[0, 3], [0], [3]], outputs=[True] * 3)
     _, logits, *_ = jaxkv.prefill(forward, WEIGHTS, cache, tree)
-    assert_said(logits, [A] * 3, [[0, 5, 6], [0, 5, 6, 7], [0, 5, 6, 8]])
-    apart = encode(make(), [[3, 4], [5]], [0, 1])  # the same text, another source
+    assert_logits(logits, [A] * 3, [[0, 5, 6], [0, 5, 6, 7], [0, 5, 6, 8]])
+    apart = encode(make_both(), [[3, 4], [5]], [0, 1])  # the same text, another source
     plan = jaxkv.init_batch(apart, make_batch([[6]], sequences=[[0, 1]]))
     assert jaxkv.Reason(int(plan.reason[1])) == jaxkv.Reason.DIVERGED
 
 
-def begun(*texts):
+def start_decode(*texts):
     """Prefill texts of sequences 0, 1, ... with sources A and B; the cache, logits and state."""
-    cache = encode(make(), [A, B], [0, 1])
+    cache = encode(make_both(), [A, B], [0, 1])
     ids = [*range(len(texts))]
-    cache, logits = tell(cache, texts, ids)
+    cache, logits = prefill_texts(cache, texts, ids)
     first = generation.init_decode(cache, logits=logits, sampler=BEST, sequences=ids)
     return cache, logits, first.state, first
 
 
-def best(source, text, count):
+def decode_greedily(source, text, count):
     for _ in range(count):
-        text = [*text, int(np.argmax(said(source, text)))]
+        text = [*text, int(np.argmax(compute_logits(source, text)))]
     return text[-count:]
 
 
 @pytest.mark.nightly
 def test_decode_and_beam_with_sources_say_as_the_formula():
-    cache, logits, state, first = begun([0], [0])
+    cache, logits, state, first = start_decode([0], [0])
     after, _, *_ = picked = jaxkv.decode(forward, WEIGHTS, cache, state, num_tokens=4, sampler=BEST)
     for q in range(2):
-        assert [*first.tokens[q], *picked.tokens[q]] == best(SOURCES[q], [0], 5)
+        assert [*first.tokens[q], *picked.tokens[q]] == decode_greedily(SOURCES[q], [0], 5)
     assert lengths(after)[:2] == [5, 1]
     options = {"num_beams": 2, "num_tokens": 3, "sequences": [1, 3]}
     after, *_ = beams = generation.beam(forward, WEIGHTS, cache, logits[1:], **options)
     assert lengths(after) == [5, 1, 0, 1]
     for tokens, score in zip(beams.tokens.tolist(), beams.scores, strict=True):
-        rows = [said(B, [0, *tokens[:i]]) for i in range(3)]
+        rows = [compute_logits(B, [0, *tokens[:i]]) for i in range(3)]
         shares = [row[t] - np.log(np.exp(row).sum()) for row, t in zip(rows, tokens, strict=True)]
         np.testing.assert_allclose(score, sum(shares), atol=1e-3)
 
@@ -339,20 +348,20 @@ def test_decode_and_beam_with_sources_say_as_the_formula():
 @pytest.mark.nightly
 def test_speculate_branches_leave_other_sources_alone():
     """Sequence 1 has a source and no text; decoding is greedy."""
-    cache, logits, state, _ = begun([0, 0])
+    cache, logits, state, _ = start_decode([0, 0])
     token = int(np.argmax(logits))
     guesses = generation.prompt_lookup([[token, 1, token, 2]], ngram=1, num_branches=2)
     options = dict(drafter=guesses, num_tokens=2, sampler=BEST)
     after, _, *_ = made = generation.speculate(forward, WEIGHTS, cache, state, **options)
     assert lengths(after) == [5, 1, 0, 0]
-    assert made.tokens[0, :2].tolist() == best(A, [0, 0, token], 2)
+    assert made.tokens[0, :2].tolist() == decode_greedily(A, [0, 0, token], 2)
 
 
 @core
 def test_sources_beside_states():
     """Rows of one sequence each, though there is one pool."""
     states = recurrent_cache(1, {"n": ((), jnp.float32)}, sequences=Q)
-    parts = enumerate([*make(1).parts, states])
+    parts = enumerate([*make_both(1).parts, states])
     cache = compose_hybrid_cache(*((part, (i,)) for i, part in parts))
     cache = encode(cache, [A, B], [0, 1])
 
@@ -364,7 +373,7 @@ def test_sources_beside_states():
 
     plan = jaxkv.init_batch(cache, make_batch([[0, 1], [0, 3]]))
     cache, logits = step(cache, *plan.ubatches)
-    assert_said(plan.gather_outputs([logits]), (A, B), ([0, 1], [0, 3]))
+    assert_logits(plan.gather_outputs([logits]), (A, B), ([0, 1], [0, 3]))
     assert cache.seq_pos_max(range(Q)).tolist() == [1, 1, -1, -1]
 
 
@@ -373,6 +382,6 @@ def test_encode_prefill_and_select_on_a_mesh():
     mesh, name = mesh_of(streams=2, cells=2), "change places"
     with jax.set_mesh(mesh):
         rules = jaxkv.sharding.ShardingRules(streams="streams", cells="cells")
-        cache = make_sharded(partial(make, 2), mesh, rules)
-        cache, _ = tell(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
-        check(edited(cache, name), *EDITS[name][1:])
+        cache = make_sharded(partial(make_both, 2), mesh, rules)
+        cache, _ = prefill_texts(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
+        check(apply_edit(cache, name), *EDITS[name][1:])

@@ -1,11 +1,11 @@
-"""Random verbs on caches of every kind and on their oracles; see `state_machine`."""
+"""Random edits on caches of every kind and on their oracles; see `state_machine`."""
 
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import jaxkv
-from tests.cells.state_machine import StateVerbs, Verbs
+from tests.cells.state_machine import AttentionMachine, StateMachine
 from tests.helpers.caches import (
     ALL_KINDS,
     CODES,
@@ -16,7 +16,7 @@ from tests.helpers.caches import (
     SMALL,
     Kind,
 )
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -39,44 +39,48 @@ STATES = {
 """Caches with states, as options of `edit_sequences.Twin`."""
 
 
-def run(machine, runs, steps):
+def run_machine(machine, runs, steps):
     options = settings(max_examples=runs, stateful_step_count=steps, derandomize=True)
     run_state_machine_as_test(machine, settings=options)
 
 
 def test_edits_match_oracle_of_one_pool():
-    run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False), runs=15, steps=20)
+    run_machine(
+        lambda: AttentionMachine(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False),
+        runs=15,
+        steps=20,
+    )
 
 
 @pytest.mark.parametrize("kind", OWN, ids=str)
 def test_edits_match_oracles_of_an_own_placement(kind):
-    run(lambda: Verbs(kind, moves=(2, 2), in_rows=True), runs=5, steps=20)
+    run_machine(lambda: AttentionMachine(kind, moves=(2, 2), in_rows=True), runs=5, steps=20)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=str)
 def test_edits_match_oracles_in_rows(kind):
     """All ubatches have one shape, to limit compilation."""
-    run(lambda: Verbs(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)
+    run_machine(lambda: AttentionMachine(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)
 
 
 @pytest.mark.parametrize(
     "name",
-    in_lanes(["hybrid with a window", "groups with a window"], core=["hybrid with a window"]),
+    mark_cases(["hybrid with a window", "groups with a window"], core=["hybrid with a window"]),
 )
 def test_edits_match_oracles_of_a_hybrid_with_states(name):
-    run(lambda: StateVerbs(STATES[name]), runs=10, steps=20)
+    run_machine(lambda: StateMachine(STATES[name]), runs=10, steps=20)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", KINDS)
 def test_edits_match_oracles_of_every_kind(name):
-    run(lambda: Verbs(KINDS[name], sets=True), runs=100, steps=20)
+    run_machine(lambda: AttentionMachine(KINDS[name], sets=True), runs=100, steps=20)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", STATES)
 def test_edits_match_oracles_of_every_kind_with_states(name):
-    run(lambda: StateVerbs(STATES[name]), runs=60, steps=40)
+    run_machine(lambda: StateMachine(STATES[name]), runs=60, steps=40)

@@ -8,9 +8,9 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visibility_of
-from tests.cells.pools import FOUR, ONE, TWO, fed
-from tests.helpers.caches import advance, assert_identical, run
-from tests.helpers.parametrize import in_lanes
+from tests.cells.pools import FOUR, ONE, TWO, fill_cache
+from tests.helpers.caches import assert_identical, run_batch, run_ubatch
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 LENGTHS = (3, 4, 2, 5)
@@ -25,7 +25,7 @@ EVERY = [(kind, *rows) for kind in (TWO, FOUR) for rows in ROWS]
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens", "sequences"), in_lanes(EVERY, [EVERY[0], EVERY[5]]), ids=str
+    ("kind", "tokens", "sequences"), mark_cases(EVERY, [EVERY[0], EVERY[5]]), ids=str
 )
 def test_run_any_rows_matches_one_stream(kind, tokens, sequences):
     """Trap 38: one ubatch for any streams in any order, with logits in the order of the batch.
@@ -33,11 +33,13 @@ def test_run_any_rows_matches_one_stream(kind, tokens, sequences):
     llama.cpp requires consecutive ids in rising order. Other streams are unchanged (trap 88).
     """
     batch = make_batch(tokens, sequences=sequences, outputs=np.ones(len(tokens), bool))
-    plan = jaxkv.init_batch(fed(kind, *LENGTHS), batch, ubatch_size=8)
+    plan = jaxkv.init_batch(fill_cache(kind, *LENGTHS), batch, ubatch_size=8)
     assert len(plan.ubatches) == 1
-    after, logits = run(fed(kind, *LENGTHS), batch, ubatch_size=8)
-    np.testing.assert_allclose(logits, run(fed(ONE, *LENGTHS), batch, ubatch_size=8)[1], atol=1e-5)
-    for old, new in zip(*map(jax.tree.leaves, (fed(kind, *LENGTHS), after)), strict=True):
+    after, logits = run_batch(fill_cache(kind, *LENGTHS), batch, ubatch_size=8)
+    np.testing.assert_allclose(
+        logits, run_batch(fill_cache(ONE, *LENGTHS), batch, ubatch_size=8)[1], atol=1e-5
+    )
+    for old, new in zip(*map(jax.tree.leaves, (fill_cache(kind, *LENGTHS), after)), strict=True):
         for stream in {1, 3} - {*sequences} if kind is FOUR else ():
             np.testing.assert_array_equal(old[stream], new[stream])
 
@@ -46,7 +48,7 @@ def test_run_any_rows_matches_one_stream(kind, tokens, sequences):
 def traced_rows(cache, tokens, sequences, valid):
     batch = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
     plan = jaxkv.init_batch(cache, batch)
-    cache, logits = advance(cache, plan.ubatches[0])
+    cache, logits = run_ubatch(cache, plan.ubatches[0])
     return cache, plan.gather_outputs([logits]), plan.reason
 
 
@@ -56,15 +58,20 @@ def test_run_traced_rows_matches_one_stream(kind):
     tokens = jnp.array([[5, 6], [7, 0], [0, 0], [8, 9]])
     sequences = jnp.array([[3, 3], [0, 0], [0, 0], [1, 1]])
     valid = jnp.array([[True, True], [True, False], [False, False], [True, True]])
-    after, logits, reason = traced_rows(fed(kind, *LENGTHS), tokens, sequences, valid)
+    after, logits, reason = traced_rows(fill_cache(kind, *LENGTHS), tokens, sequences, valid)
     assert not reason.any() and after.seq_pos_max([0, 1, 2, 3]).tolist() == [3, 5, 1, 6]
     batch = make_batch([5, 6, 7, 8, 9], sequences=[3, 3, 0, 1, 1], outputs=np.ones(5, bool))
-    np.testing.assert_allclose(logits[:5], run(fed(ONE, *LENGTHS), batch)[1], atol=1e-5)
+    np.testing.assert_allclose(
+        logits[:5], run_batch(fill_cache(ONE, *LENGTHS), batch)[1], atol=1e-5
+    )
 
 
 def test_init_batch_traced_mixed_rows_are_refused():
     """A row of several sequences, and several rows of one."""
-    cache, rows = fed(FOUR, *LENGTHS), jnp.arange(4)[:, None] + jnp.zeros((1, 2), jnp.int32)
+    cache, rows = (
+        fill_cache(FOUR, *LENGTHS),
+        jnp.arange(4)[:, None] + jnp.zeros((1, 2), jnp.int32),
+    )
     for sequences, valid in (
         ([[0, 1], [2, 2], [0, 0], [3, 3]], rows != 2),
         ([[1, 1], [1, 1], [0, 0], [2, 2]], rows >= 0),
@@ -80,10 +87,10 @@ def test_plan_step_any_rows_matches_one_stream(kind):
     for ids, active in (([2, 0, 3, 1], [False, True, False, True]), ([3, 1], [True, True])):
         steps = []
         for one in (ONE, kind):
-            cache, active = fed(one, *LENGTHS), np.array(active)
+            cache, active = fill_cache(one, *LENGTHS), np.array(active)
             plan = jaxkv.plan_step(cache, 4 + np.arange(len(ids)), sequences=ids, active=active)
             assert plan.ok
-            cache, logits = advance(cache, plan.ubatch)
+            cache, logits = run_ubatch(cache, plan.ubatch)
             steps.append([*logits[active].ravel(), *cache.seq_pos_max([0, 1, 2, 3])])
         np.testing.assert_allclose(*steps, atol=1e-5)
 

@@ -36,7 +36,7 @@ UNEVEN = "fills the devices unevenly that split cells by cells; take placement='
         ({"placement": "striped:8"}, ""),
     ],
 )
-def test_layout_tells_whether_devices_hold_alike(made, said):
+def test_layout_of_striped_cells_says_whether_devices_hold_alike(made, said):
     cache = jax.eval_shape(replace(LONG, **made).make)
     layout = sharding.device_bytes(cache, mesh_of(cells=4), RULES)
     assert "\n".join(layout.uneven) == said and str(layout).endswith(said or " bytes")

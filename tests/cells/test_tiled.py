@@ -19,10 +19,12 @@ from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.window import Window
 from tests.attention.ways import attend
 from tests.helpers import hlo
-from tests.helpers.caches import TILES, attention_cache, drawing, drawn
-from tests.helpers.reference_cache import Cell, Oracle, Token, _tiles
-from tests.helpers.steps import settle
-from tests.helpers.visibility import sight_of_mask
+from tests.helpers.batch_rules import Token
+from tests.helpers.caches import TILES, attention_cache, drawing, parse_cache
+from tests.helpers.reference_cache import Oracle
+from tests.helpers.reference_cells import Cell, make_tiles
+from tests.helpers.steps import apply_plan
+from tests.helpers.visibility import make_visibility
 
 core = pytest.mark.core
 K, G, D, T = 2, 2, 8, 4
@@ -32,15 +34,15 @@ SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 def test_tile_of_matches_oracle():
     for cells in (*range(1, 300), 1000, 4096, 4160):
-        assert {tile_size(cells)} == {len(tile) for tile in _tiles(cells)}
+        assert {tile_size(cells)} == {len(tile) for tile in make_tiles(cells)}
 
 
 @core
 def test_load_into_tiled_takes_whole_tiles():
     """Interleaved cells stay interleaved; separate sequences start where the one before ends."""
-    cache = drawn("0{3}", TILES)
+    cache = parse_cache("0{3}", TILES)
     for saved in ("0{0} 0{1} 1{0} 1{1} 2{0} 2{1}", "0{0} 1{0} 2{0} 0{1} 1{1} 2{1}"):
-        data = jaxkv.snapshot.save(drawn(saved, SCATTERED), sequences=[0, 1])
+        data = jaxkv.snapshot.save(parse_cache(saved, SCATTERED), sequences=[0, 1])
         loaded = jaxkv.snapshot.load(data, into=cache, sequences=[0, 1])
         assert drawing(loaded) == "0{3} . . . " + saved
 
@@ -72,7 +74,7 @@ def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         for shape in ((lists, T, K * G, D), (lists, K, cells, D), (lists, K, cells, values))
     )
-    return q, k, v, replace(sight_of_mask(mask, np.arange(lists), lists), tile=size)
+    return q, k, v, replace(make_visibility(mask, np.arange(lists), lists), tile=size)
 
 
 def int8(q, k, v, visibility):
@@ -84,7 +86,7 @@ def bfloat16(q, k, v, visibility):
     return q, k.astype("bfloat16"), v.astype("bfloat16"), visibility
 
 
-def biased(q, k, v, visibility):
+def add_bias(q, k, v, visibility):
     def slope(query, key, head):
         return -(0.1 ** (head + 1.0)) * abs(query - key)
 
@@ -100,7 +102,7 @@ def hidden_by_bias(q, k, v, visibility):
     return q, k, v, replace(visibility, bias=jnp.asarray(bias))
 
 
-def spoilt(q, k, v, visibility):
+def break_keys(q, k, v, visibility):
     """Set keys to NaN: of all hidden cells, and of one visible cell."""
     mask = np.asarray(compute_mask(visibility))[0].any(axis=0)
     dirty = ~mask | (np.arange(mask.size) == mask.argmax())
@@ -121,9 +123,9 @@ KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
         (("own", "few", "both"), {"values": 2 * D}, int8),
         (("both",), {"values": 2 * D}, bfloat16),
         (("both",), {}, lambda q, k, v, visibility: (q, k, ValueSlice(2, 6), visibility)),
-        (("own", "few", "both"), {}, biased),
+        (("own", "few", "both"), {}, add_bias),
         (("own", "few", "both"), {}, hidden_by_bias),
-        (("own", "few", "both", "any"), {}, spoilt),
+        (("own", "few", "both", "any"), {}, break_keys),
     ],
 )
 def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change):
@@ -166,7 +168,7 @@ def test_plan_step_tiled_with_window_takes_cells_that_no_next_token_sees():
     spec = jaxkv.CacheSpec.attention(1, 1, 2, window=Window.sliding(4))
     cache = jaxkv.make_cache(spec, cells=8, ubatch_size=1, max_rollback=0, placement="tiled")
     step = jax.jit(
-        lambda cache, token: (plan := jaxkv.plan_step(cache, token), settle(cache, plan))
+        lambda cache, token: (plan := jaxkv.plan_step(cache, token), apply_plan(cache, plan))
     )
     for token in range(20):
         plan, cache = step(cache, jnp.array([token]))

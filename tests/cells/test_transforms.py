@@ -1,4 +1,4 @@
-"""A verb's result is the same under each JAX transformation.
+"""An edit's result is the same under each JAX transformation.
 
 Op by op, compiled with traced ids and positions, under `vmap` over caches, in a loop: the table is
 equal bit for bit, buffers and outputs up to rounding.
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from tests.helpers.caches import SMALL, advance, assert_identical, filled
-from tests.helpers.reference_caches import lived_in
+from tests.helpers.caches import SMALL, assert_identical, fill_cache, run_ubatch
+from tests.helpers.reference_caches import make_edited
 
 pytestmark = pytest.mark.core
 
 
-def everything(cache, seq, other, p0, p1):
+def apply_every_edit(cache, seq, other, p0, p1):
     moved = jaxkv.seq_add(cache, seq, p0, p1, delta=other + 1).cache
     return {
         "seq_rm": jaxkv.seq_rm(cache, seq, p0, p1),
@@ -37,7 +37,7 @@ def everything(cache, seq, other, p0, p1):
     }
 
 
-def stacked(trees):
+def stack_trees(trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
@@ -46,27 +46,27 @@ def item(tree, i):
 
 
 def test_edits_under_jit_and_vmap_equal_calls():
-    caches, last = [lived_in(SMALL, seed) for seed in range(3)], SMALL.sequences - 1
+    caches, last = [make_edited(SMALL, seed) for seed in range(3)], SMALL.sequences - 1
     args = [(0, 1, 1, 3), (last, 0, -1, -1), (last // 2, last, 0, 0)]
-    compiled, mapped = jax.jit(everything), jax.jit(jax.vmap(everything))
-    together = mapped(stacked(caches), *map(jnp.array, zip(*args, strict=True)))
+    compiled, mapped = jax.jit(apply_every_edit), jax.jit(jax.vmap(apply_every_edit))
+    together = mapped(stack_trees(caches), *map(jnp.array, zip(*args, strict=True)))
     for i, (cache, one) in enumerate(zip(caches, args, strict=True)):
-        wanted, traced = everything(cache, *one), compiled(cache, *one)
+        wanted, traced = apply_every_edit(cache, *one), compiled(cache, *one)
         assert_identical(traced, wanted)
         assert_identical(item(together, i), wanted)
 
 
 @pytest.mark.nightly
 def test_edits_without_jit_equal_calls():
-    args = (lived_in(SMALL), 0, 1, 1, 3)
+    args = (make_edited(SMALL), 0, 1, 1, 3)
     with jax.disable_jit():
-        plain = everything(*args)
-    assert_identical(plain, everything(*args))
+        plain = apply_every_edit(*args)
+    assert_identical(plain, apply_every_edit(*args))
 
 
 def test_plan_with_positions_without_jit_equals_plan():
     batch = jaxkv.make_batch([[1, 2], [3]], sequences=[0, 1], positions=[0, 1, 0])
-    cache = jaxkv.clear(lived_in(SMALL))
+    cache = jaxkv.clear(make_edited(SMALL))
     with jax.disable_jit():
         plain = jaxkv.init_batch(cache, batch)
     assert_identical(plain, jaxkv.init_batch(cache, batch))
@@ -75,7 +75,7 @@ def test_plan_with_positions_without_jit_equals_plan():
 def decode(cache, step):
     tokens, sequences, active = step
     plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=active)
-    cache, logits = advance(cache, plan.ubatch)
+    cache, logits = run_ubatch(cache, plan.ubatch)
     return cache, (logits, plan.ok, plan.ubatch.slots)
 
 
@@ -88,17 +88,19 @@ STEPS = (
 
 def test_plan_step_under_scan_and_vmap_equals_a_loop():
     """The caches have different lengths; one is full: its second and fourth step are refused."""
-    caches = [filled(4), filled(3, 4), filled(8)]
+    caches = [fill_cache(4), fill_cache(3, 4), fill_cache(8)]
 
     def scanned(cache):
         return jax.lax.scan(decode, cache, STEPS)
 
-    together, granted = jax.jit(jax.vmap(scanned))(stacked(caches)), []
+    together, granted = jax.jit(jax.vmap(scanned))(stack_trees(caches)), []
     for i, cache in enumerate(caches):
         outs = []
         for step in zip(*STEPS, strict=True):
             cache, out = decode(cache, step)
             outs.append(out)
-        chex.assert_trees_all_close(item(together, i), (cache, stacked(outs)), rtol=1e-4, atol=1e-5)
+        chex.assert_trees_all_close(
+            item(together, i), (cache, stack_trees(outs)), rtol=1e-4, atol=1e-5
+        )
         granted.append(jnp.stack([ok for _, ok, _ in outs]).tolist())
     assert granted[0] == [True] * 4 and granted[2] == [True, False, True, False]

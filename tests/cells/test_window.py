@@ -12,19 +12,24 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.window import Window, can_see
-from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
-from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.cells.plans import BLOCKS, NEAR, list_resumable, plan_of
+from tests.helpers.caches import (
+    Kind,
+    assert_identical,
+    attention_cache,
+    drawing,
+    parse_cache,
+    run_batch,
+)
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import add_tokens, apply_plan
 
 core = pytest.mark.core
 SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
 MIXED = "2{0} 0{0} 1{0} 3{0} 4{0} 5{0}"
 POOL = Kind("pool", cells=4, sequences=2, windows=(Window.sliding(1),))
 SHORT = Kind("short", cells=3, sequences=3, windows=NEAR.windows)
-BLOCKS = Kind("chunks", cells=6, sequences=3, windows=(Window.chunked(4),))
 SINGLE = Kind("one cell of two words", cells=1, sequences=64, windows=NEAR.windows)
 EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
 
@@ -55,20 +60,20 @@ def test_sees_symmetric_window_at_the_last_position():
     ],
 )  # fmt: skip
 def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, after, evicted_below):
-    cache = drawn(cells, kind)
+    cache = parse_cache(cells, kind)
     plan = plan_of(cache, count)
     if after is None:
         assert plan.reason[0] == Reason.OUT_OF_CELLS and not plan.reason[1:].any()
         return
-    cache = settle(cache, plan)
+    cache = apply_plan(cache, plan)
     assert drawing(cache) == after and cache.table.evicted_below.tolist() == evicted_below
 
 
 @core
 def test_plan_step_of_one_token_without_a_cell_is_refused():
-    plan = jaxkv.plan_step(drawn("0{0} 1{0} 2{0}", SHORT), [1])
+    plan = jaxkv.plan_step(parse_cache("0{0} 1{0} 2{0}", SHORT), [1])
     assert plan.reason.tolist() == [Reason.OUT_OF_CELLS, Reason.OK, Reason.OK]
-    assert jaxkv.plan_step(drawn("0{40}", SINGLE), [1]).reason[0] == Reason.OUT_OF_CELLS
+    assert jaxkv.plan_step(parse_cache("0{40}", SINGLE), [1]).reason[0] == Reason.OUT_OF_CELLS
 
 
 def test_apply_takes_hidden_cells_of_a_neighbour():
@@ -76,105 +81,80 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
 
     Before that it can roll back to any position (trap 97), and an empty sequence starts anywhere.
     """
-    cache = drawn(SIX, NEAR)
-    assert resumable(cache) == [*range(7)] and resumable(cache, seq=1) == [*range(10)]
+    cache = parse_cache(SIX, NEAR)
+    assert list_resumable(cache) == [*range(7)] and list_resumable(cache, seq=1) == [*range(10)]
     assert all(plan_of(jaxkv.seq_rm(cache, 0, pos)[0]).ok for pos in range(6))
-    cache = settle(cache, plan_of(cache, 2, 1))
+    cache = apply_plan(cache, plan_of(cache, 2, 1))
     assert drawing(cache) == "0{1} 1{1} 2{0} 3{0} 4{0} 5{0}"
-    assert resumable(cache) == [0, 5, 6]
+    assert list_resumable(cache) == [0, 5, 6]
     assert cache.seq_pos_min([0, 1]).tolist() == [2, 0]
 
 
 def test_evicted_sequence_continues_after_its_last_token_and_moves():
-    cache = one_by_one(POOL.make(), 4)
-    cache = settle(cache, plan_of(cache, 4, 1))
-    assert drawing(cache) == "0{1} 1{1} 2{1} 3{1}" and resumable(cache) == [0, 4]
+    cache = add_tokens(POOL.make(), [1] * 4, each=1)
+    cache = apply_plan(cache, plan_of(cache, 4, 1))
+    assert drawing(cache) == "0{1} 1{1} 2{1} 3{1}" and list_resumable(cache) == [0, 4]
     moved, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=2)
-    assert ok and resumable(moved) == [0, 6]
+    assert ok and list_resumable(moved) == [0, 6]
     # A copy with an uncertain end is refused, although the target's own end is certain.
-    holed = jaxkv.seq_add(one_by_one(cache, 4, 1), 1, 7, 8, delta=-7).cache
+    holed = jaxkv.seq_add(add_tokens(cache, [1] * 4, 1, each=1), 1, 7, 8, delta=-7).cache
     assert drawing(holed).count("0{1}-7") == 1 and holed.table.evicted_below.tolist() == [4, 4]
     assert not jaxkv.seq_cp(holed, 1, 0, 0, 4).ok
-
-
-def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
-    """Trap 29. llama.cpp reports success, and attention lacks cells."""
-    cache = one_by_one(NEAR.make(), 10)
-    assert cache.seq_pos_min(0) == 4
-    for start, mark in ((0, 4), (4, 0)):
-        fork = jaxkv.seq_cp(cache, 0, 1, start).cache
-        assert fork.table.evicted_below.tolist() == [4, mark, 0]
-    short, ok = jaxkv.seq_rm(cache, 0, 8)
-    assert ok and plan_of(short).ok and cache.can_resume(0, 8)
-    same, ok = jaxkv.seq_rm(cache, 0, 6)
-    assert not ok and not cache.can_resume(0, 6)
-    assert_identical(same, cache)
-    for emptied in (jaxkv.seq_rm(cache, 0)[0], jaxkv.seq_rm(cache, -1)[0], jaxkv.clear(cache)):
-        assert emptied.num_used_cells() == 0 and plan_of(emptied).ok
-    # Cells that the caller removes do not count as missing, as in a cache without a window.
-    holed, _ = jaxkv.seq_rm(drawn("0{0} 1{0} 2{0} 3{0}", NEAR), 0, 1, 3)
-    assert holed.table.evicted_below[0] == 0 and plan_of(holed).ok
 
 
 def test_hybrid_cache_resumes_where_all_parts_do():
     parts = [replace(NEAR, cells=8, windows=(jaxkv.Window.sliding(size),)) for size in (8, 3)]
     both = replace(NEAR, cells=8, windows=tuple(kind.windows[0] for kind in parts))
-    ends = [resumable(one_by_one(kind.make(), 12), visible_until=13) for kind in (*parts, both)]
+    ends = [
+        list_resumable(add_tokens(kind.make(), [1] * 12, each=1), visible_until=13)
+        for kind in (*parts, both)
+    ]
     assert ends == [[0, 11, 12], [0, *range(6, 13)], [0, 11, 12]]
 
 
 @core
 def test_edits_of_an_evicted_chunk_leave_a_certain_next_position_or_are_refused():
-    cache = settle(drawn(SIX, BLOCKS), plan_of(drawn(SIX, BLOCKS), 4, 1))
+    cache = apply_plan(parse_cache(SIX, BLOCKS), plan_of(parse_cache(SIX, BLOCKS), 4, 1))
     assert drawing(cache) == "0{1} 1{1} 2{1} 3{1} 4{0} 5{0}"
     for _, ok in (jaxkv.seq_rm(cache, 0, 4), jaxkv.seq_cp(cache, 0, 2, 0, 4)):
         assert not ok
     # All tokens of 0 are evicted, so each copy continues at 4, also after a cut of its own tokens.
-    cache = drawn("0{0} 1{0} 2{0} 3{0} 0{2} 1{2} 2{2}", replace(BLOCKS, cells=7))
-    cache, ok = jaxkv.seq_cp(settle(cache, plan_of(cache, 4, 1)), 0, 2)
+    cache = parse_cache("0{0} 1{0} 2{0} 3{0} 0{2} 1{2} 2{2}", replace(BLOCKS, cells=7))
+    cache, ok = jaxkv.seq_cp(apply_plan(cache, plan_of(cache, 4, 1)), 0, 2)
     assert ok and cache.can_resume(2, 4)
     cache, ok = jaxkv.seq_rm(cache, 2, 2, 3)
     assert ok
 
 
-@core
-def test_seq_cp_hybrid_of_an_evicted_chunk_ends_where_all_parts_do():
-    kinds = replace(BLOCKS, cells=8, windows=(None,)), replace(BLOCKS, cells=4)
-    parts = [drawn("0{0} 1{0} 2{0} 3{0}", kind) for kind in kinds]
-    cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
-    cache, ok = jaxkv.seq_cp(settle(cache, plan_of(cache, 4, 1)), 0, 2)
-    assert ok and cache.can_resume(2, 4)
-
-
 def test_apply_plan_made_before_marks_changed_is_stale():
     """Removing evicted positions changes no cell, only the mark."""
-    cache = one_by_one(NEAR.make(), 8)
+    cache = add_tokens(NEAR.make(), [1] * 8, each=1)
     assert drawing(cache) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
-    assert resumable(cache) == [0, 5, 6, 7, 8]
+    assert list_resumable(cache) == [0, 5, 6, 7, 8]
     assert plan_of(cache).check().ubatches[0].positions[0, 0] == 8
     edited, _ = jaxkv.seq_rm(cache, 0, 0, 2)
-    assert drawing(edited) == drawing(cache) and resumable(edited) == [*range(9)]
-    assert_identical(settle(edited, plan_of(cache)), edited)
+    assert drawing(edited) == drawing(cache) and list_resumable(edited) == [*range(9)]
+    assert_identical(apply_plan(edited, plan_of(cache)), edited)
 
 
 @core
 @pytest.mark.parametrize("kind", [POOL, EACH], ids=str)
 def test_marks_never_fall_when_moved_cells_are_taken(kind):
     """A cell moved to a position before the evicted ones is evicted like others."""
-    cache = jaxkv.seq_add(one_by_one(kind.make(), 6), 0, 3, -1, delta=-3).cache
+    cache = jaxkv.seq_add(add_tokens(kind.make(), [1] * 6, each=1), 0, 3, -1, delta=-3).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     assert sorted(drawing(cache).rstrip(" |").split()) == ["0{0}", "1{0}", "2{0}", "2{0}"]
-    assert resumable(cache) == [0, 1, 2, 3]
-    cache = one_by_one(cache, 1)
+    assert list_resumable(cache) == [0, 1, 2, 3]
+    cache = add_tokens(cache, [1], each=1)
     assert sorted(drawing(cache).rstrip(" |").split()) == [".", "2{0}", "2{0}", "3{0}"]
-    assert resumable(cache) == [0, 3, 4]
+    assert list_resumable(cache) == [0, 3, 4]
 
 
 WINDOWS = Window.sliding(4), Window.chunked(4), Window.symmetric(6)
 SIZED = [(Window.chunked(4), 2, 2), *product(WINDOWS, (1, 2), (8,))]
 
 
-@pytest.mark.parametrize(("window", "streams", "each"), in_lanes(SIZED, core=SIZED[:1]))
+@pytest.mark.parametrize(("window", "streams", "each"), mark_cases(SIZED, core=SIZED[:1]))
 def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
     """Cells for window, ubatch and rollback suffice for a sequence of any length.
 
@@ -188,8 +168,8 @@ def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
     rng = np.random.default_rng(0)
     for i in range(32 // each):
         batch = make_batch(rng.integers(1, 9, 2 * each), sequences=np.arange(2 * each) % 2)
-        small, one = run(small, batch)
-        large, other = run(large, batch)
+        small, one = run_batch(small, batch)
+        large, other = run_batch(large, batch)
         np.testing.assert_allclose(one, other, atol=1e-5)
         if i % 3 == 2:
             last = large.seq_pos_max(1)

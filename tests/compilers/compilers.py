@@ -20,11 +20,11 @@ def marks_of(wheel, wanted):
     return [pytest.mark.nightly, pytest.mark.timeout(900), skip]
 
 
-def tell(name, found):
+def print_result(name, found):
     print(json.dumps({"name": name, **found}), flush=True)
 
 
-def asked(module):
+def run_module(module):
     """The output of a module, a line of JSON for each name; it runs once."""
     options = dict(cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, timeout=800)
     command = [sys.executable, "-m", module]

@@ -17,8 +17,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from tests.compilers.compilers import tell
-from tests.helpers.kernels import CASES, DTYPES, FORKS, lying_on, of_a_step, of_attention
+from tests.compilers.compilers import print_result
+from tests.helpers.kernels import CASES, DTYPES, FORKS, of_a_step, of_attention, place_shapes
 from tests.helpers.pods import Pod
 
 DUMP = Path(os.environ["XLA_FLAGS"].split("=")[-1])
@@ -50,7 +50,7 @@ def ptxas():
     raise FileNotFoundError("expected ptxas: pip install nvidia-cuda-nvcc-cu12")
 
 
-def assembled():
+def read_assembly():
     """Registers and spilled bytes of each jaxkv kernel since the last call."""
     found = []
     for path in (path for path in DUMP.glob("*.ptx") if ".entry jaxkv_" in path.read_text()):
@@ -65,11 +65,11 @@ def assembled():
 
 
 def say(name, found):
-    tell(name, {**found, "assembled": assembled()})
+    print_result(name, {**found, "assembled": read_assembly()})
 
 
 if __name__ == "__main__":
-    of = lying_on(devices())
+    of = place_shapes(devices())
     with jax.sharding.use_abstract_mesh(NAMED):
         for dtype, size in CASES:
             for tokens in TOKENS[dtype]:

@@ -6,7 +6,7 @@ run on a GPU, so temporary bytes, donation and spills are exact; times are not m
 
 import pytest
 
-from tests.compilers.compilers import asked, marks_of
+from tests.compilers.compilers import marks_of, run_module
 from tests.helpers.kernels import CASES, DTYPES, LAYERS
 
 pytestmark = marks_of("jax_cuda12_plugin", "'jaxkv[cuda]'")
@@ -15,7 +15,7 @@ KERNELS = 2  # per layer: one for the weights, one that joins
 
 @pytest.fixture(scope="module")
 def kernels():
-    return asked("tests.compilers.gpu_kernel")
+    return run_module("tests.compilers.gpu_kernel")
 
 
 @pytest.mark.parametrize(("dtype", "size"), CASES)

@@ -6,7 +6,7 @@ transfers, temporary bytes and donation are exact; times are not measured.
 
 import pytest
 
-from tests.compilers.compilers import asked, marks_of
+from tests.compilers.compilers import marks_of, run_module
 from tests.helpers.kernels import CASES
 from tests.helpers.pods import LAYERS, MESSAGES, OF_8B
 
@@ -15,12 +15,12 @@ pytestmark = marks_of("libtpu", "libtpu==0.0.42 fits jax 0.10.2")
 
 @pytest.fixture(scope="module")
 def steps():
-    return asked("tests.compilers.tpu_steps")
+    return run_module("tests.compilers.tpu_steps")
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    return asked("tests.compilers.tpu_kernel")
+    return run_module("tests.compilers.tpu_kernel")
 
 
 over_layouts = pytest.mark.parametrize("name", OF_8B)

@@ -9,22 +9,24 @@ os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
 
 from jax.experimental import topologies
 
-from tests.compilers.compilers import tell
-from tests.helpers.kernels import CASES, DTYPES, lying_on, of_a_step, of_attention
+from tests.compilers.compilers import print_result
+from tests.helpers.kernels import CASES, DTYPES, of_a_step, of_attention, place_shapes
 
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 
 
 def on(chip):
     """The sharding of an array on one device of a topology, and its shape."""
-    return lying_on(topologies.get_topology_desc(platform="tpu", topology_name=chip).devices)
+    return place_shapes(topologies.get_topology_desc(platform="tpu", topology_name=chip).devices)
 
 
 if __name__ == "__main__":
     for chip in CHIPS:
         for dtype, size in CASES:
-            tell(f"{chip} {dtype} {size}", of_attention("tpu", on(chip), size, dtype))
+            print_result(f"{chip} {dtype} {size}", of_attention("tpu", on(chip), size, dtype))
         for dtype in (*DTYPES, "int8"):
-            tell(f"{chip} {dtype} step", of_a_step("tpu", on(chip), dtype))
+            print_result(f"{chip} {dtype} step", of_a_step("tpu", on(chip), dtype))
         for size in (64, 96):
-            tell(f"{chip} heads of {size} step", of_a_step("tpu", on(chip), "bfloat16", size))
+            print_result(
+                f"{chip} heads of {size} step", of_a_step("tpu", on(chip), "bfloat16", size)
+            )

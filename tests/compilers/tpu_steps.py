@@ -14,12 +14,12 @@ import numpy as np
 from jax.experimental import topologies
 
 from benchmarks.tpu_planning import cost
-from tests.compilers.compilers import tell
+from tests.compilers.compilers import print_result
 from tests.helpers import hlo, kernels
 from tests.helpers.pods import LAYERS, OF_8B
 
 
-def step(pod):
+def describe_step(pod):
     """Properties of a compiled step with the cache donated, as JSON values."""
     lowered, layout = pod.lower_step(platform="tpu"), pod.layout()
     program = lowered.compile()
@@ -35,7 +35,7 @@ def step(pod):
     }
 
 
-def held(pod, tokens):
+def measure_attention(pod, tokens):
     """Temporary bytes of attention on a device, and its share of the layer's keys and values."""
     program = pod.lower_attention(tokens, platform="tpu").compile()
     return hlo.temporary_bytes(program), pod.layout().buffers // LAYERS
@@ -45,10 +45,10 @@ if __name__ == "__main__":
     for name, pod in OF_8B.items():
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name.split()[0])
         with jax.set_mesh(pod.mesh(np.array(topology.devices))):
-            found = step(pod)
-            found["decode"] = held(replace(pod, cells=1 << 18), pod.sequences)
-            found["prompt"] = held(replace(pod, cells=1 << 20), 64)
-        tell(name, found)
+            found = describe_step(pod)
+            found["decode"] = measure_attention(replace(pod, cells=1 << 18), pod.sequences)
+            found["prompt"] = measure_attention(replace(pod, cells=1 << 20), 64)
+        print_result(name, found)
     cycles, _, updates = cost("v5e:2x4", 131_072, 8)
     of_cells = cycles - cost("v5e:2x4", 8_192, 8)[0]
-    tell("planning", {"cycles": cycles, "of_cells": of_cells, "updates": updates})
+    print_result("planning", {"cycles": cycles, "of_cells": of_cells, "updates": updates})

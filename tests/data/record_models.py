@@ -106,7 +106,7 @@ def t5(name: str, seed: int, gain: float) -> torch.nn.Module:
     return net
 
 
-def continued(net: torch.nn.Module, tokens: torch.Tensor, count: int) -> torch.Tensor:
+def extend_greedily(net: torch.nn.Module, tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Tokens `[1, n]` with the greedy tokens after them."""
     for _ in range(count):
         logits = net(tokens, use_cache=False).logits[0]
@@ -130,7 +130,7 @@ def record_gemma3(prompt: int = 60) -> None:
     They are those of every ninth token of the prompt, and of the token before each greedy one.
     """
     net = llama("gemma3", 51)
-    tokens = continued(net, torch.randint(0, 96, (1, prompt)), 24)
+    tokens = extend_greedily(net, torch.randint(0, 96, (1, prompt)), 24)
     logits = net(tokens[:, :-1], use_cache=False).logits[0]
     logits = torch.cat([logits[:prompt:9], logits[prompt - 1 :]])
     write("gemma3", net)
@@ -144,7 +144,7 @@ def record_texts(name: str, net: torch.nn.Module) -> None:
     fifth of a prompt, and all from its last token on.
     """
     prompts = [torch.randint(1, 96, (length,)) for length in (90, 7, 33)]
-    texts = [continued(net, prompt[None], 32) for prompt in prompts]
+    texts = [extend_greedily(net, prompt[None], 32) for prompt in prompts]
     logits = np.concatenate([net(text, use_cache=False).logits[0] for text in texts])
     lengths = [len(text[0]) for text in texts]
     ats = [np.arange(length) for length in lengths]
@@ -188,7 +188,7 @@ def record_gpt_oss() -> None:
         save_file(tensors | packed, HERE / name / "model.safetensors")
 
 
-def shifted(
+def logits_after_shift(
     net: torch.nn.Module, tokens: torch.Tensor, prompt: int = 30, gap: slice = slice(4, 12)
 ) -> torch.Tensor:
     """The logits after a context shift, from the latents and rotated numbers of its cache."""
@@ -220,7 +220,7 @@ def record_deepseeks() -> None:
         net.double()
         tokens = torch.randint(1, net.config.vocab_size, (48,))
         logits = net(tokens[None], use_cache=False).logits[0]
-        record(name, tokens=tokens, logits=logits, shifted=shifted(net, tokens))
+        record(name, tokens=tokens, logits=logits, shifted=logits_after_shift(net, tokens))
 
 
 def record_t5s() -> None:

@@ -28,26 +28,22 @@ Content = dict[str, tuple[str, tuple[int, ...], str]]
 Case = tuple[str, str, dict[str, Any], dict[str, Content], dict[str, Any]]
 """Name, family, config, safetensors files, JSON files."""
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-VISION = {
-    "hidden_size": 8,
-    "image_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "patch_size": 4,
-}
+VISION = dict(hidden_size=8, image_size=8, intermediate_size=8, num_attention_heads=2)
+VISION |= dict(num_hidden_layers=1, patch_size=4)
 
 
 def content(shapes: recorded.Shapes) -> Content:
     return {name: (name, shape, "F32") for name, shape in shapes.items()}
 
 
-def of(name: str, like: Content, at: str, kind: str = "F32") -> tuple[str, tuple[int, ...], str]:
+def tensor_like(
+    name: str, like: Content, at: str, kind: str = "F32"
+) -> tuple[str, tuple[int, ...], str]:
     """Values that follow from `name`, with the shape of tensor `at`."""
     return name, like[at][1], kind
 
 
-def renamed(one: Content, *pairs: tuple[str, str]) -> Content:
+def rename_tensors(one: Content, *pairs: tuple[str, str]) -> Content:
     """Tensors under other names, with the same values."""
     out = {}
     for name, value in one.items():
@@ -74,7 +70,7 @@ def heads(bases: dict[str, recorded.Variant]) -> Iterator[Case]:
     for family, base in bases.items():
         embedding = EMBEDDINGS.get(family, "model.embed_tokens.weight")
         tensors = content(base.shapes)
-        head = {HEAD: of(HEAD, tensors, embedding)}
+        head = {HEAD: tensor_like(HEAD, tensors, embedding)}
         neither = without(tensors, HEAD)
         for tied in (True, False, None):
             config = base.config | {"tie_word_embeddings": tied}
@@ -89,37 +85,28 @@ def heads(bases: dict[str, recorded.Variant]) -> Iterator[Case]:
 def gemmas(base: recorded.Variant) -> Iterator[Case]:
     """A text_config and a top level that agree or not, with and without a head."""
     text = content(base.shapes)
-    inner = {
-        k: v for k, v in base.config.items() if k not in ("tie_word_embeddings", "architectures")
-    }
+    left_out = "tie_word_embeddings", "architectures"
+    inner = {key: value for key, value in base.config.items() if key not in left_out}
     names = ("^model", "language_model.model"), ("^lm_head", "language_model.lm_head")
-    head = {"language_model.lm_head.weight": of(HEAD, text, "model.embed_tokens.weight")}
+    head = {"language_model.lm_head.weight": tensor_like(HEAD, text, "model.embed_tokens.weight")}
     for top in (True, False, None):
         for below in (True, False, None):
             for present in (True, False):
                 tie = {} if below is None else {"tie_word_embeddings": below}
                 config = {"model_type": "gemma3", "text_config": inner | tie}
                 config |= {"vision_config": VISION | {"model_type": "siglip_vision_model"}}
-                config |= {
-                    "mm_tokens_per_image": 4,
-                    "architectures": ["Gemma3ForConditionalGeneration"],
-                }
+                config["mm_tokens_per_image"] = 4
+                config["architectures"] = ["Gemma3ForConditionalGeneration"]
                 config |= {} if top is None else {"tie_word_embeddings": top}
-                tensors = renamed(text, *names) | (head if present else {})
+                tensors = rename_tensors(text, *names) | (head if present else {})
                 has = "head" if present else "no head"
                 name = f"gemma3: top tied {top}, text tied {below}, {has}"
                 yield name, "gemma3", config, {FILE: tensors}, {}
     config = config | {"tie_word_embeddings": False}
     tops = {HEAD: head["language_model.lm_head.weight"]}
-    for old, new in [
-        ("^model", "model.language_model"),
-        ("^model", "language_model.model"),
-        ("^model", "language_model"),
-        ("^model", "model"),
-        ("^model", "model.text_model"),
-        ("^model\\.", ""),
-    ]:
-        tensors = renamed(text, (old, new)) | tops
+    models = "model.language_model language_model.model language_model model model.text_model"
+    for old, new in [*(("^model", new) for new in models.split()), ("^model\\.", "")]:
+        tensors = rename_tensors(text, (old, new)) | tops
         yield f"gemma3: names of {new or 'nothing'}", "gemma3", config, {FILE: tensors}, {}
 
 
@@ -131,43 +118,28 @@ def idefics(base: recorded.Variant) -> Iterator[Case]:
     for tied in (None, True, False):
         tie = {} if tied is None else {"tie_word_embeddings": tied}
         for new in ("model.text_model", "model.language_model", "model"):
-            tensors = renamed(text, ("^model", new))
-            yield (
-                f"idefics3: names of {new}, tied {tied}",
-                "idefics3",
-                config | tie,
-                {FILE: tensors},
-                {},
-            )
+            tensors = rename_tensors(text, ("^model", new))
+            name = f"idefics3: names of {new}, tied {tied}"
+            yield name, "idefics3", config | tie, {FILE: tensors}, {}
 
 
 def names(base: recorded.Variant) -> Iterator[Case]:
     config, text = base.config, content(base.shapes)
-    for new in (
-        "",
-        "model.text_model.",
-        "model.language_model.",
-        "language_model.model.",
-        "language_model.",
-        "transformer.",
-        "model.model.",
-        "module.model.",
-        "_orig_mod.model.",
-        "base_model.model.model.",
-    ):
-        tensors = renamed(text, (r"^model\.", new))
+    news = "model.text_model. model.language_model. language_model.model. language_model. "
+    news += "transformer. model.model. module.model. _orig_mod.model. base_model.model.model."
+    for new in ("", *news.split()):
+        tensors = rename_tensors(text, (r"^model\.", new))
         yield f"llama: names of {new or 'nothing'}", "llama", config, {FILE: tensors}, {}
-    tensors = without(renamed(text, (r"^model\.", "")), HEAD)
+    tensors = without(rename_tensors(text, (r"^model\.", "")), HEAD)
     yield "llama: names of nothing, no head", "llama", config, {FILE: tensors}, {}
     tied = config | {"tie_word_embeddings": True}
     yield "llama: names of nothing, no head, tied", "llama", tied, {FILE: tensors}, {}
-    half = renamed(text, (r"^model\.layers\.0\.", "layers.0."))
+    half = rename_tensors(text, (r"^model\.layers\.0\.", "layers.0."))
     yield "llama: names of nothing in one layer", "llama", config, {FILE: half}, {}
-    both = text | {"norm.weight": of("other.norm.weight", text, "model.norm.weight")}
+    both = text | {"norm.weight": tensor_like("other.norm.weight", text, "model.norm.weight")}
     yield "llama: a norm under both names", "llama", config, {FILE: both}, {}
-    whole = renamed(
-        text, ("^model", "language_model.model"), ("^lm_head", "language_model.lm_head")
-    )
+    pairs = ("^model", "language_model.model"), ("^lm_head", "language_model.lm_head")
+    whole = rename_tensors(text, *pairs)
     yield "llama: all names of language_model", "llama", config, {FILE: whole}, {}
 
 
@@ -195,23 +167,18 @@ def missing(bases: dict[str, recorded.Variant]) -> Iterator[Case]:
         yield f"llama: no {name}", "llama", config, {FILE: without(text, name)}, {}
     gone = without(text, *(name for name in text if name.startswith(layer)))
     yield "llama: no layer 1", "llama", config, {FILE: gone}, {}
-    more = text | {
-        name.replace(".1.", ".2."): value for name, value in text.items() if ".1." in name
-    }
+    more = text | {n.replace(".1.", ".2."): value for n, value in text.items() if ".1." in n}
     yield "llama: a layer more", "llama", config, {FILE: more}, {}
     rotary = text | {"model.layers.0.self_attn.rotary_emb.inv_freq": ("other.sinks", (8,), "F32")}
     yield "llama: inv_freq of other values", "llama", config, {FILE: rotary}, {}
     query = "model.layers.0.self_attn.q_proj.weight"
     yield "llama: unknown tensor", "llama", config, {FILE: text | {"extra.weight": text[query]}}, {}
+    up = f"{layer}mlp.up_proj.weight"
     for title, name, shape in [
         ("a norm too short", "model.norm.weight", (16,)),
         ("a norm of two axes", "model.norm.weight", (1, 32)),
         ("q transposed", query, base.shapes[query][::-1]),
-        (
-            "up and down transposed",
-            f"{layer}mlp.up_proj.weight",
-            base.shapes[f"{layer}mlp.up_proj.weight"][::-1],
-        ),
+        ("up and down transposed", up, base.shapes[up][::-1]),
         ("a larger vocabulary", "model.embed_tokens.weight", (64, 32)),
         ("a smaller head", HEAD, (40, 32)),
     ]:
@@ -240,64 +207,34 @@ def files(base: recorded.Variant) -> Iterator[Case]:
     index = {INDEX: {"metadata": {"total_size": 1}, "weight_map": listed}}
     olds = {shards[0]: {k: old[k] for k in first}, shards[1]: {k: old[k] for k in second}}
     halves = {shards[0]: first, shards[1]: second}
-    yield "files: shards and index", "llama", config, halves, index
-    yield (
-        "files: old shards and their index, newer model",
-        "llama",
-        config,
-        {FILE: text} | olds,
-        index,
-    )
-    yield "files: index of absent shards, model", "llama", config, {FILE: text}, index
-    yield "files: shards, no index", "llama", config, halves, {}
-    yield "files: shards, no index, newer model", "llama", config, {FILE: text} | olds, {}
-    yield "files: one shard absent", "llama", config, {shards[0]: first}, index
     lists = {INDEX: {"metadata": {}, "weight_map": dict.fromkeys(text, FILE)}}
-    yield "files: index of model", "llama", config, {FILE: text}, lists
-    some = {
-        INDEX: {"metadata": {}, "weight_map": {k: v for k, v in listed.items() if "norm" not in k}}
-    }
-    yield "files: index without norms that the shards have", "llama", config, halves, some
-    yield "files: index without metadata", "llama", config, halves, {INDEX: {"weight_map": listed}}
+    few = {name: shard for name, shard in listed.items() if "norm" not in name}
+    some = {INDEX: {"metadata": {}, "weight_map": few}}
     swapped = {INDEX: {"metadata": {}, "weight_map": {k: shards[k in first] for k in text}}}
-    yield "files: index names the other shard", "llama", config, halves, swapped
-    doubled = {
-        shards[0]: first | {k: old[k] for k in second},
-        shards[1]: second | {k: old[k] for k in first},
-    }
-    yield "files: every tensor in both shards", "llama", config, doubled, index
-    yield (
-        "files: model.fp16 beside model",
-        "llama",
-        config,
-        {FILE: text, "model.fp16.safetensors": old},
-        {},
-    )
-    yield "files: model.fp16 alone", "llama", config, {"model.fp16.safetensors": text}, {}
-    yield (
-        "files: consolidated beside model",
-        "llama",
-        config,
-        {FILE: text, "consolidated.safetensors": old},
-        {},
-    )
-    yield "files: consolidated alone", "llama", config, {"consolidated.safetensors": text}, {}
-    yield "files: another name alone", "llama", config, {"weights.safetensors": text}, {}
+    doubled = {shards[0]: first | olds[shards[1]], shards[1]: second | olds[shards[0]]}
     named = config | {"transformers_weights": "weights.safetensors"}
-    yield (
-        "files: transformers_weights",
-        "llama",
-        named,
-        {FILE: old, "weights.safetensors": text},
-        {},
-    )
-    yield (
-        "files: adapter beside model",
-        "llama",
-        config,
-        {FILE: text, "adapter_model.safetensors": {}},
-        {},
-    )
+    for title, files, jsons in [
+        ("shards and index", halves, index),
+        ("old shards and their index, newer model", {FILE: text} | olds, index),
+        ("index of absent shards, model", {FILE: text}, index),
+        ("shards, no index", halves, {}),
+        ("shards, no index, newer model", {FILE: text} | olds, {}),
+        ("one shard absent", {shards[0]: first}, index),
+        ("index of model", {FILE: text}, lists),
+        ("index without norms that the shards have", halves, some),
+        ("index without metadata", halves, {INDEX: {"weight_map": listed}}),
+        ("index names the other shard", halves, swapped),
+        ("every tensor in both shards", doubled, index),
+        ("model.fp16 beside model", {FILE: text, "model.fp16.safetensors": old}, {}),
+        ("model.fp16 alone", {"model.fp16.safetensors": text}, {}),
+        ("consolidated beside model", {FILE: text, "consolidated.safetensors": old}, {}),
+        ("consolidated alone", {"consolidated.safetensors": text}, {}),
+        ("another name alone", {"weights.safetensors": text}, {}),
+        ("transformers_weights", {FILE: old, "weights.safetensors": text}, {}),
+        ("adapter beside model", {FILE: text, "adapter_model.safetensors": {}}, {}),
+    ]:
+        kept = named if title == "transformers_weights" else config
+        yield f"files: {title}", "llama", kept, files, jsons
 
 
 def t5s(base: recorded.Variant) -> Iterator[Case]:
@@ -312,24 +249,21 @@ def t5s(base: recorded.Variant) -> Iterator[Case]:
             ["decoder.embed_tokens.weight"],
             ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD],
         ):
-            more = {name: of(name, tensors, shared) for name in names}
+            more = {name: tensor_like(name, tensors, shared) for name in names}
             title = " and ".join(name.removesuffix(".weight") for name in names)
             yield f"t5: tied {tied}, own {title}", "t5", config, {FILE: tensors | more}, {}
-        more = {"encoder.embed_tokens.weight": of(shared, tensors, shared)}
+        more = {"encoder.embed_tokens.weight": tensor_like(shared, tensors, shared)}
         alone = without(tensors, shared) | more
         yield f"t5: tied {tied}, encoder.embed_tokens alone", "t5", config, {FILE: alone}, {}
     config = base.config
-    none = without(tensors, "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")
+    like = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    none = without(tensors, like)
     yield "t5: no relative_attention_bias", "t5", config, {FILE: none}, {}
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    more = {bias.replace("block.0", "block.1"): of("other." + bias, tensors, bias)}
+    more = {bias.replace("block.0", "block.1"): tensor_like("other." + bias, tensors, bias)}
     yield "t5: relative_attention_bias of block 1", "t5", config, {FILE: tensors | more}, {}
     bias = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    more = {
-        bias: of(
-            bias, tensors, "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        )
-    }
+    more = {bias: tensor_like(bias, tensors, like)}
     yield "t5: relative_attention_bias of EncDecAttention", "t5", config, {FILE: tensors | more}, {}
 
 
@@ -350,7 +284,7 @@ def load(family: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     return net.eval(), {key: sorted(map(str, value)) for key, value in info.items() if value}
 
 
-def named(values: torch.Tensor, candidates: list[str]) -> str:
+def find_name(values: torch.Tensor, candidates: list[str]) -> str:
     """Return the first name whose random values are the given ones."""
     for name in candidates:
         if (recorded.random_tensor(name, tuple(values.shape)) == values.numpy()).all():
@@ -381,13 +315,7 @@ def main() -> None:
     out = []
     for name, family, config, safetensors, jsons in cases:
         lines.lines.clear()
-        one = {
-            "name": name,
-            "family": family,
-            "config": config,
-            "files": safetensors,
-            "json": jsons,
-        }
+        one = dict(name=name, family=family, config=config, files=safetensors, json=jsons)
         said = ""
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -407,18 +335,17 @@ def main() -> None:
                 info = {key: value for key, value in info.items() if value}
                 one |= info
                 sources = [f"{old}{key}" for old in ("", "old.") for key in embeddings]
-                head = named(net.get_output_embeddings().weight, sources)
-                embed = named(net.get_input_embeddings().weight, sources)
+                head = find_name(net.get_output_embeddings().weight, sources)
+                embed = find_name(net.get_input_embeddings().weight, sources)
                 said = f"head={head} embed={embed}"
                 if family == "t5":
-                    said += f" encoder={named(net.encoder.embed_tokens.weight, sources)}"
-                    said += f" decoder={named(net.decoder.embed_tokens.weight, sources)}"
+                    said += f" encoder={find_name(net.encoder.embed_tokens.weight, sources)}"
+                    said += f" decoder={find_name(net.decoder.embed_tokens.weight, sources)}"
                 if "missing_keys" not in info:
                     one["logits"] = logits_of(family, net)
             except Exception as error:
-                text = " ".join(
-                    (str(error).strip() or repr(error)).replace(temporary, "FOLDER").split("\n")[:2]
-                )
+                text = (str(error).strip() or repr(error)).replace(temporary, "FOLDER")
+                text = " ".join(text.split("\n")[:2])
                 one["refused"] = f"{type(error).__name__}: {text}"[:250]
         print(f"{name:60} {said} {one.get('refused', '')}")
         for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

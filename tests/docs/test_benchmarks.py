@@ -7,13 +7,13 @@ import pytest
 
 import jaxkv
 from benchmarks import by_hand
-from tests.generation.tiny import load
+from tests.generation.tiny import load_tiny
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["BNKD", "BKND"])
 def test_cache_by_hand_gives_the_same_logits(layout):
-    model = load("llama_tied")
+    model = load_tiny("llama_tied")
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
     buffers = by_hand.make(layout, batch=2, cells=8, **sizes)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"(?:<!-- (\w+)[^>]*-->\n)?```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.S)
@@ -17,7 +17,7 @@ def blocks(name):
     return [match.groups() for match in BLOCK.finditer((ROOT / name).read_text())]
 
 
-def printed(code, names):
+def run_and_print(code, names):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "<document>", "exec"), names)
@@ -32,13 +32,15 @@ PAGES = ["README.md"] + [
 LONG = ["docs/howto/generate.md", "docs/howto/pods.md"]  # as slow as all others together
 
 
-@pytest.mark.parametrize("page", in_lanes(PAGES, core=[page for page in PAGES if page not in LONG]))
+@pytest.mark.parametrize(
+    "page", mark_cases(PAGES, core=[page for page in PAGES if page not in LONG])
+)
 def test_page_prints_its_outputs(page):
     names, shown = {}, 0
     for mark, code, text in blocks(page):
         if mark in ("weights", "skip"):
             continue
-        out = printed(code, names)
+        out = run_and_print(code, names)
         if text is not None:
             assert out == text
             shown += 1
@@ -49,7 +51,7 @@ def test_page_prints_its_outputs(page):
 def test_readme_prints_outputs_of_real_weights(smollm2, monkeypatch):
     monkeypatch.setattr("models.load", lambda: smollm2)  # the same model, loaded once
     ((code, text),) = [found[1:] for found in blocks("README.md") if found[0] == "weights"]
-    assert printed(code, {}) == text
+    assert run_and_print(code, {}) == text
 
 
 def test_readme_has_at_most_120_lines():

@@ -18,7 +18,7 @@ from jaxkv.draw.cell_runs import merge_runs
 from jaxkv.draw.colours import PALETTE
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.mask import visible_cells_mask
-from tests.helpers.caches import Kind, attention_cache, drawn, lost, recurrent_cache
+from tests.helpers.caches import Kind, attention_cache, delete_copy, parse_cache, recurrent_cache
 from tests.helpers.mistakes import assert_raises, mistakes
 
 pytestmark = pytest.mark.core
@@ -38,7 +38,7 @@ def put(cache, tokens, sequences):
 @functools.cache
 def pool():
     """Sequences 0 and 1, 2 as a fork of 0, a hole in 1, and 33 in a second word of owners."""
-    return drawn(
+    return parse_cache(
         "0{0,2} 1{0,2} 2{0,2} 3{0,2} 4{0,2} 5{0} 6{0} 7{0} 0{1} 1{1} . . 4{1} 5{1} 0{33}", POOL
     )
 
@@ -46,7 +46,7 @@ def pool():
 @functools.cache
 def streams():
     cells = "0{0,1} 1{0,1} 2{0,1} | 0{3} 1{3} 2{3}"
-    return drawn(cells, Kind("", cells=8, sequences=4, streams=2))
+    return parse_cache(cells, Kind("", cells=8, sequences=4, streams=2))
 
 
 @functools.cache
@@ -71,14 +71,14 @@ over_all = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 def interleaved():
     owners = np.random.default_rng(0).integers(0, 4, 291).tolist()
     cells = [f"{owners[:i].count(seq)}{{{seq}}}" for i, seq in enumerate(owners)]
-    return drawn(" ".join(cells), Kind("", cells=300, sequences=4))
+    return parse_cache(" ".join(cells), Kind("", cells=300, sequences=4))
 
 
-def forgotten():
+def remove_sequence():
     return jaxkv.seq_rm(states(), 1)[0]
 
 
-def moved():
+def move_positions():
     return jaxkv.seq_add(pool(), 1, 4, -1, delta=3).cache
 
 
@@ -96,7 +96,7 @@ def test_draw_of_no_cache_with_values_raises(call, outcome):
     assert_raises(call, outcome, globals())
 
 
-def batched(cache):
+def stack_twice(cache):
     return jax.tree.map(lambda x: jnp.stack([x, x]), cache)
 
 
@@ -111,9 +111,9 @@ def test_repr_of_cache_is_one_line(make):
         (cache, f": {counts} used)"),
         (traced[0], ": traced)"),
         (jax.eval_shape(make), ": shapes alone)"),
-        (lost(cache), ": donated)"),
-        (merge(cache.table, lost(cache.buffers)), f": {counts} used, buffers donated)"),
-        *((one, ")") for one in (cache.table, batched(cache), *odd)),
+        (delete_copy(cache), ": donated)"),
+        (merge(cache.table, delete_copy(cache.buffers)), f": {counts} used, buffers donated)"),
+        *((one, ")") for one in (cache.table, stack_twice(cache), *odd)),
     ]:
         line = repr(one)
         assert line.endswith(end) and "\n" not in line and line.count("(") == line.count(")")
@@ -153,9 +153,9 @@ def test_repr_html_has_text_and_no_script(make):
     texts = re.sub(r"<[^>]*>", " ", html.split("</code>")[1]).split()
     assert {"0", "1"} <= set(texts)
     bare = [
-        lost(make())._repr_html_(),
+        delete_copy(make())._repr_html_(),
         jax.eval_shape(make)._repr_html_(),
-        batched(make())._repr_html_(),
+        stack_twice(make())._repr_html_(),
     ]
     bare += [
         jax.tree.map(lambda x, leaf=leaf: leaf, make())._repr_html_() for leaf in (None, np.True_)

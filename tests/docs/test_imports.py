@@ -29,7 +29,7 @@ def modules(package):
         yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path, names):
+def find_imports(path, names):
     """The modules of `names` that a module imports."""
     tree = ast.parse(path.read_text())
     found = set()
@@ -44,7 +44,7 @@ def imported(path, names):
 
 def arrows(package):
     names = {name for _, name in modules(package)}
-    return {name: imported(path, names) - {name} for path, name in modules(package)}
+    return {name: find_imports(path, names) - {name} for path, name in modules(package)}
 
 
 @pytest.mark.parametrize("package", LADDERS)
@@ -76,7 +76,7 @@ def test_imports_of_kinds_stay_apart():
 
 def test_imports_of_jaxkv_leave_models_out():
     names = {name for _, name in modules("models")}
-    assert not [path for path, _ in modules("jaxkv") if imported(path, names)]
+    assert not [path for path, _ in modules("jaxkv") if find_imports(path, names)]
 
 
 def test_import_asks_for_no_device_and_no_jaxtyping():

@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (jaxkv[.\w]*)$", re.M)
 
 
-def found(name):
+def find_name(name):
     thing = jaxkv
     for part in name.split(".")[1:]:
         thing = getattr(thing, part)
@@ -32,7 +32,7 @@ def test_reference_pages_list_every_public_name():
     public = {f"jaxkv.{name}" for name in jaxkv.__all__}
     assert set(written) == public | set(modules())
     for name, kind in written.items():
-        assert (kind == "module") == inspect.ismodule(found(name)), name
+        assert (kind == "module") == inspect.ismodule(find_name(name)), name
 
 
 def test_errors_page_lists_reasons_and_exceptions():
@@ -61,4 +61,4 @@ def test_names_page_leads_to_names_that_exist():
         elif first in values:
             assert rest in {field.name for field in dataclasses.fields(values[first])}, code
         elif name not in ("jaxkv", "keep"):
-            found(f"jaxkv.{name}")
+            find_name(f"jaxkv.{name}")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int32, TypeCheckError
 
-from tests.helpers.typecheck import checked
+from tests.helpers.typecheck import check_calls
 
 
 def row_of(x: Float[Array, "R T"], row: Int32[Array, ""]) -> Float[Array, " T"]:
@@ -18,10 +18,10 @@ def all_rows(x: Float[Array, "R T"]) -> Float[Array, " T"]:
 
 def test_checked_arguments_and_results_have_their_shapes_and_dtypes():
     x, row = jax.numpy.ones((2, 3)), jax.numpy.int32(1)
-    call = checked(row_of)
+    call = check_calls(row_of)
     assert call(x, row).shape == jax.jit(call)(x, row).shape == (3,)
     for wrong in [(x[0], row), (x, row[None]), (np.ones((2, 3)), row)]:
         with pytest.raises(TypeCheckError, match="parameters"):
             call(*wrong)
     with pytest.raises(TypeCheckError, match="return value"):
-        checked(all_rows)(x)
+        check_calls(all_rows)(x)

@@ -10,7 +10,7 @@ from flax import nnx
 import jaxkv
 from jaxkv import AttentionLayers
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -69,7 +69,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", in_lanes(MODELS, fast=["linen"]))
+@pytest.mark.parametrize("name", mark_cases(MODELS, fast=["linen"]))
 def test_model_with_replaced_attention_equals_itself(name):
     forward, params, plain = MODELS[name]
     cache, found = jaxkv.make_cache(SPEC, cells=8), []

@@ -10,9 +10,9 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from tests.generation.tiny import CLOSE, assert_sound, ends, load
-from tests.helpers.caches import VOCABULARY, Kind, think
-from tests.helpers.parametrize import in_lanes
+from tests.generation.tiny import CLOSE, assert_sound, last_of, load_tiny
+from tests.helpers.caches import VOCABULARY, Kind, run_model
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -27,12 +27,12 @@ NONE = (-1, -1, -1)
 
 def forward(params, step):
     """A tiny transformer with nearly uniform logits, plus `[V, V]` biases by the last token."""
-    step, logits = think(step)
+    step, logits = run_model(step)
     token = step.tokens.reshape(-1)[step.outputs]
     return step, jnp.roll(logits, 5, axis=1) / 8 + params[token]
 
 
-def computed_anew(forward, params, make):
+def make_uncached_logits(forward, params, make):
     """Return a function that computes the logits after texts of one length, from an empty cache."""
 
     @jax.jit
@@ -54,10 +54,12 @@ def computed_anew(forward, params, make):
 
 @functools.cache
 def tiny():
-    return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, streams=WIDTH).make)
+    return make_uncached_logits(
+        forward, FREE, Kind("", cells=16, sequences=WIDTH, streams=WIDTH).make
+    )
 
 
-def searched(logits_after, *, num_tokens=STEPS, stop_tokens=(), length_penalty=1.0):
+def search_plainly(logits_after, *, num_tokens=STEPS, stop_tokens=(), length_penalty=1.0):
     """Beam search as the docstring of `beam` defines it: pairs of a text and its score."""
 
     def best(texts):
@@ -91,26 +93,26 @@ def assert_found(beams, wanted):
 
 
 @functools.cache
-def prompted(kind, seq=0):
+def prefill_prompt(kind, seq=0):
     return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))[:2]
 
 
 search = partial(generation.beam, forward, FREE, num_beams=WIDTH, num_tokens=STEPS)
 
 
-@pytest.mark.parametrize("kind", in_lanes([POOL, SPLIT], fast=[POOL]), ids=str)
+@pytest.mark.parametrize("kind", mark_cases([POOL, SPLIT], fast=[POOL]), ids=str)
 def test_beam_matches_search_without_cache(kind):
-    cache, logits = prompted(kind)
+    cache, logits = prefill_prompt(kind)
     for length_penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
         options = dict(stop_tokens=STOPS[number], length_penalty=length_penalty)
         after, *_ = beams = search(cache, logits[0], **options)
-        assert_found(beams, searched(tiny(), **options))
+        assert_found(beams, search_plainly(tiny(), **options))
         assert beams.reason == jaxkv.Reason.OK
         assert_sound(after)
 
 
 @partial(jax.jit, static_argnums=0)
-def fed(forward, params, cache, tokens, sequences):
+def step_logits(forward, params, cache, tokens, sequences):
     plan = jaxkv.plan_step(cache, tokens, sequences=sequences)
     _, logits = forward(params, jaxkv.apply(cache, plan))
     return logits, plan.ok
@@ -120,9 +122,11 @@ def assert_held(cache, beams, sequences, logits_after, forward=forward, params=F
     """Each sequence has its reported cached length, and the logits of a recomputed text."""
     held, lengths = np.asarray(beams.num_cached), np.asarray(beams.lengths)
     assert (held < lengths).all() and (held >= 0).all()
-    assert ends(cache, sequences) == (len(PROMPT) - 1 + held).tolist()
+    assert last_of(cache, sequences) == (len(PROMPT) - 1 + held).tolist()
     texts = np.asarray(beams.tokens)
-    found, ok = fed(forward, params, cache, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
+    found, ok = step_logits(
+        forward, params, cache, texts[np.arange(WIDTH), held], jnp.asarray(sequences)
+    )
     wanted = [
         logits_after([(*PROMPT, *text[: count + 1])])[0]
         for text, count in zip(texts.tolist(), held.tolist(), strict=True)
@@ -134,31 +138,31 @@ def assert_held(cache, beams, sequences, logits_after, forward=forward, params=F
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [POOL, SPLIT], ids=str)
 def test_beam_leaves_texts_in_its_own_sequences(kind):
-    cache, logits = prompted(kind, seq=3)
+    cache, logits = prefill_prompt(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
     cache = jaxkv.prefill(forward, FREE, cache, batch)[0]
     after, *_ = beams = search(cache, logits, stop_tokens=STOPS[0], sequences=[3, 1, 4])
-    assert_found(beams, searched(tiny(), stop_tokens=STOPS[0]))
-    assert ends(after, [0, 2]) == [1, 0]
+    assert_found(beams, search_plainly(tiny(), stop_tokens=STOPS[0]))
+    assert last_of(after, [0, 2]) == [1, 0]
     ended = np.isin(beams.tokens, [4, 7]).any(axis=1)
     assert ended.any() and (beams.num_cached[~ended] == STEPS - 1).all()
     assert min(beams.num_cached) < STEPS - 1
     assert_held(after, beams, [3, 1, 4], tiny())
 
 
-def crowded(left):
-    cache, logits = prompted(POOL)
+def make_crowded_cache(left):
+    cache, logits = prefill_prompt(POOL)
     others = make_batch([1] * (POOL.cells - len(PROMPT) - left), sequences=4)
     return jaxkv.prefill(forward, FREE, cache, others)[0], logits
 
 
 def test_beam_full_cache_ends_search():
     for num_tokens in range(STEPS - 1):
-        after, *_ = beams = search(*crowded(num_tokens * WIDTH), stop_tokens=NONE)
+        after, *_ = beams = search(*make_crowded_cache(num_tokens * WIDTH), stop_tokens=NONE)
         assert beams.reason == jaxkv.Reason.OUT_OF_CELLS
         assert beams.lengths.tolist() == [num_tokens + 1] * WIDTH
         assert set(beams.num_cached.tolist()) == {num_tokens}
-        assert_found(beams, searched(tiny(), num_tokens=num_tokens + 1))
+        assert_found(beams, search_plainly(tiny(), num_tokens=num_tokens + 1))
         assert_sound(after)
         assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
 
@@ -166,10 +170,10 @@ def test_beam_full_cache_ends_search():
 def test_beam_ends_once_nothing_better_can_come():
     for length_penalty, reason in ((0.0, "OK"), (-1.0, "OK"), (1.0, "OUT_OF_CELLS")):
         options = dict(stop_tokens=STOPS[2], length_penalty=length_penalty)
-        after, *_ = beams = search(*crowded(0), **options)
+        after, *_ = beams = search(*make_crowded_cache(0), **options)
         assert beams.reason == jaxkv.Reason[reason], length_penalty
-        assert_found(beams, searched(tiny(), num_tokens=1, **options))
-        assert ends(after, [0, 1, 2]) == [len(PROMPT) - 1] * WIDTH
+        assert_found(beams, search_plainly(tiny(), num_tokens=1, **options))
+        assert last_of(after, [0, 1, 2]) == [len(PROMPT) - 1] * WIDTH
 
 
 def test_beam_text_that_left_the_window_is_not_held():
@@ -177,9 +181,9 @@ def test_beam_text_that_left_the_window_is_not_held():
     kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.Window.sliding(3),))
     gone, options = 0, dict(num_beams=2, num_tokens=7, length_penalty=0.0)
     for stop in range(VOCABULARY):
-        after, *_ = beams = search(*prompted(kind), stop_tokens=[stop], **options)
+        after, *_ = beams = search(*prefill_prompt(kind), stop_tokens=[stop], **options)
         held = np.asarray(beams.num_cached)
-        assert ends(after, [0, 1]) == np.where(held < 0, -1, len(PROMPT) + held - 1).tolist()
+        assert last_of(after, [0, 1]) == np.where(held < 0, -1, len(PROMPT) + held - 1).tolist()
         gone += (held < 0).sum()
         assert jaxkv.init_batch(after, make_batch([[1], [1]])).ok  # both can continue or restart
     assert gone
@@ -187,7 +191,7 @@ def test_beam_text_that_left_the_window_is_not_held():
 
 def test_beam_fewer_texts_than_width():
     """Only 6 and 9 are allowed, and nothing after 9; the cells suffice for 6 6 6 6 and a 9."""
-    cache, logits = crowded(5)
+    cache, logits = make_crowded_cache(5)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[:9, [6, 9]] = 0
     run = partial(generation.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
@@ -195,12 +199,12 @@ def test_beam_fewer_texts_than_width():
     for stop_tokens, found in [(NONE, 2), ((9, -1, -1), 3)]:
         options = dict(stop_tokens=stop_tokens, length_penalty=0.0)
         after, *_ = beams = run(num_beams=WIDTH, num_tokens=STEPS, **options)
-        wanted = searched(anew, **options)
+        wanted = search_plainly(anew, **options)
         none = [((), -np.inf)] * (WIDTH - found)
         assert len(wanted) == found
         assert_found(beams, wanted + none)
         assert beams.reason == jaxkv.Reason.OK
-        assert ends(after, range(WIDTH)) == (len(PROMPT) - 1 + beams.num_cached).tolist()
+        assert last_of(after, range(WIDTH)) == (len(PROMPT) - 1 + beams.num_cached).tolist()
         assert_sound(after)
 
 
@@ -209,7 +213,7 @@ def test_beam_ends_where_powers_of_the_length_exceed_float32():
 
     Two of the three beams are empty, and the cells suffice for 6 6 6.
     """
-    cache, logits = crowded(3)
+    cache, logits = make_crowded_cache(3)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[6, [6, 9]] = only[:6, 6] = 0
     run = partial(generation.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
@@ -225,22 +229,22 @@ def test_beam_ends_where_powers_of_the_length_exceed_float32():
 )
 def test_beam_of_a_model_matches_search_without_cache(name, streams):
     """States allow a rollback of one step, so ended texts may have no cached tokens."""
-    model = load(name)
+    model = load_tiny(name)
     make = partial(model.make_cache, cells=48, sequences=4, streams=streams)
     fresh = partial(model.make_cache, cells=16, sequences=WIDTH, streams=WIDTH)
-    anew = computed_anew(model.forward, model.params, fresh)
+    anew = make_uncached_logits(model.forward, model.params, fresh)
     run = model.forward, model.params
     cache, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
     options = dict(num_beams=WIDTH, num_tokens=STEPS, sequences=[2, 0, 3])
     after, *_ = beams = generation.beam(*run, cache, logits, **options)
-    wanted = searched(anew)
+    wanted = search_plainly(anew)
     assert_found(beams, wanted)
     assert_held(after, beams, [2, 0, 3], anew, *run)
     stop_tokens = (wanted[0][0][2], wanted[1][0][3])
     after, *_ = beams = generation.beam(*run, cache, logits, stop_tokens=stop_tokens, **options)
-    assert_found(beams, searched(anew, stop_tokens=stop_tokens))
+    assert_found(beams, search_plainly(anew, stop_tokens=stop_tokens))
     held = np.asarray(beams.num_cached)
-    assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()
+    assert last_of(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()
     assert_sound(after)
 
 
@@ -249,7 +253,7 @@ def test_too_many_beams_raise():
     cache = jaxkv.make_cache(spec, cells=2, sequences=2**16)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 extensions .* got 4294967296"):
         generation.beam(
-            think, None, cache, np.zeros(2**16, np.float32), num_beams=2**16, num_tokens=1
+            run_model, None, cache, np.zeros(2**16, np.float32), num_beams=2**16, num_tokens=1
         )
 
 

@@ -12,20 +12,21 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from models.compiling import counting
-from tests.generation.tiny import begun, forward, speculated
+from tests.generation import tiny
+from tests.generation.tiny import forward, init_state
 from tests.helpers import caches as kinds
 from tests.helpers.caches import (
     SMALL,
     SPLIT,
     Kind,
-    advance,
+    apply_update,
     assert_identical,
-    filled,
-    think,
-    updated,
+    fill_cache,
+    run_model,
+    run_ubatch,
 )
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.reference_caches import lived_in
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.reference_caches import make_edited
 
 pytestmark = pytest.mark.core
 POOL = Kind("pool", cells=24, sequences=4)
@@ -41,7 +42,7 @@ def numbers(kind, i):
     return seq, other, -1, -1
 
 
-VERBS: dict[str, Callable] = {
+EDITS: dict[str, Callable] = {
     "seq_rm": lambda m, seq, other, p0, p1: jaxkv.seq_rm(m, seq, p0, p1),
     "seq_cp": jaxkv.seq_cp,
     "seq_add": lambda m, seq, other, p0, p1: jaxkv.seq_add(m, seq, p0, p1, delta=1).cache,
@@ -53,20 +54,22 @@ VERBS: dict[str, Callable] = {
     "clear": lambda m, *_: jaxkv.clear(m),
     "used": lambda m, *_: m.num_used_cells(),
     "defrag": lambda m, *_: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-    "update": lambda m, seq, other, p0, p1: updated(jaxkv.seq_add(m, seq, p0, p1, delta=1).cache),
+    "update": lambda m, seq, other, p0, p1: apply_update(
+        jaxkv.seq_add(m, seq, p0, p1, delta=1).cache
+    ),
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_verb_other_arguments_trace_nothing(verb):
-    caches = [lived_in(SMALL, seed) for seed in range(3)]
+@pytest.mark.parametrize("verb", EDITS)
+def test_edit_with_other_arguments_traces_nothing(verb):
+    caches = [make_edited(SMALL, seed) for seed in range(3)]
     for i in range(3):  # one call for each type of number
-        VERBS[verb](caches[0], *numbers(SMALL, i))
+        EDITS[verb](caches[0], *numbers(SMALL, i))
     if verb in ("defrag", "update"):  # the first may have had nothing to do
-        VERBS[verb](jaxkv.seq_rm(filled(4, 3), 0, 1, 2)[0], 1, 0, -1, -1)
+        EDITS[verb](jaxkv.seq_rm(fill_cache(4, 3), 0, 1, 2)[0], 1, 0, -1, -1)
     with counting(traces=True) as heard:
         for i in range(3, 12):
-            VERBS[verb](caches[i % 3], *numbers(SMALL, i))
+            EDITS[verb](caches[i % 3], *numbers(SMALL, i))
     assert heard() == 0
 
 
@@ -74,7 +77,7 @@ class Thinker:
     """Its method is a new object at each access."""
 
     def run(self, params, step):
-        return think(step)
+        return run_model(step)
 
 
 THINKER = Thinker()
@@ -83,17 +86,17 @@ step = jax.jit(jaxkv.plan_step)
 
 @functools.cache
 def caches():
-    return [filled(*counts) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
+    return [fill_cache(*counts) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
 
 
 def plan(i):
     cache = caches()[i]
     for ids in ([i % 3] * 3, [0, 1, 2], [0, 0, 0, 1], [2, 1, 2, 0], [i % 3]):
         made = jaxkv.init_batch(cache, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
-        made.gather_outputs([advance(cache, ubatch)[1] for ubatch in made.ubatches])
+        made.gather_outputs([run_ubatch(cache, ubatch)[1] for ubatch in made.ubatches])
     ids, tokens = np.arange(3), np.arange(3) + i
     plan = step(cache, tokens, sequences=(ids + i) % 3, active=ids != i)
-    advance(cache, plan.ubatch)
+    run_ubatch(cache, plan.ubatch)
 
 
 def ubatches(i):
@@ -106,7 +109,7 @@ def chat(i):
     batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
     cache, logits, *_ = jaxkv.prefill(THINKER.run, None, cache, batch, ubatch_size=4, donate=donate)
     picking = dict(sampler=generation.make_sampler(temperature=1.0 + i), stop_tokens=[i])
-    state = begun(cache, logits=logits, sequences=[2], seed=i, **picking)
+    state = init_state(cache, logits=logits, sequences=[2], seed=i, **picking)
     for _ in range(2):
         options = dict(num_tokens=2, donate=donate, **picking)
         cache, state, *_ = jaxkv.decode(THINKER.run, None, cache, state, **options)
@@ -123,15 +126,15 @@ def search_and_slide(i):
 
 def speculate(i):
     cache = caches()[i]
-    state = begun(cache, tokens=[i], sequences=[i % 2], max_new_tokens=i, seed=i)
+    state = init_state(cache, tokens=[i], sequences=[i % 2], max_new_tokens=i, seed=i)
     draft = generation.prompt_lookup([[i, 1, 2]], recent=8)
-    speculated(draft, cache, state, num_tokens=6, sampler=generation.make_sampler())
+    tiny.speculate(draft, cache, state, num_tokens=6, sampler=generation.make_sampler())
 
 
 LOOPS = {loop.__name__: loop for loop in (plan, ubatches, chat, speculate, search_and_slide)}
 
 
-@pytest.mark.parametrize("loop", in_lanes(LOOPS, [name for name in LOOPS if name != "speculate"]))
+@pytest.mark.parametrize("loop", mark_cases(LOOPS, [name for name in LOOPS if name != "speculate"]))
 def test_loop_other_values_trace_nothing(loop):
     LOOPS[loop](0)
     with counting(traces=True) as heard:
@@ -142,7 +145,7 @@ def test_loop_other_values_trace_nothing(loop):
 
 def prompts(kind):
     """Prompts of some ubatches, and several at once; warm-up leaves the cache unchanged."""
-    cache, several = filled(2, 3, kind=kind), kind.streams > 1
+    cache, several = fill_cache(2, 3, kind=kind), kind.streams > 1
     for sequences in [(0,), (0, 1), (0, 1, 2)] if several else [(0,)]:  # more than two tokens
         warm = generation.warm_up(forward, None, cache, ubatch_size=2, sequences=sequences)
         assert_identical(warm, cache)
@@ -157,7 +160,7 @@ def prompts(kind):
     return use
 
 
-def longest():
+def run_longest():
     cache, loop = POOL.make(), THINKER.run
     sampler = generation.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
     picking = dict(sampler=sampler, stop_tokens=[1])
@@ -166,7 +169,7 @@ def longest():
         tokens = list(range(length))
         after, logits, *_ = jaxkv.prefill(loop, None, cache, make_batch(tokens), ubatch_size=4)
         options = dict(max_new_tokens=max_new_tokens, seed=length, prompts=[tokens])
-        state = begun(after, logits=logits, **options, **picking)
+        state = init_state(after, logits=logits, **options, **picking)
         jaxkv.decode(loop, None, after, state, num_tokens=4, **picking)
         jaxkv.seq_rm(after, 0, length // 2)
 
@@ -184,12 +187,12 @@ def a_token_more_than_a_ubatch():
 WARMED: dict[str, Callable] = {
     "prompts-streams": partial(prompts, SPLIT),
     "prompts-hybrid": partial(prompts, kinds.TWO),
-    "longest": longest,
+    "longest": run_longest,
     "two-ubatches": a_token_more_than_a_ubatch,
 }
 
 
-@pytest.mark.parametrize("what", in_lanes(WARMED, fast=["longest", "two-ubatches"]))
+@pytest.mark.parametrize("what", mark_cases(WARMED, fast=["longest", "two-ubatches"]))
 def test_warm_up_leaves_nothing_to_compile(what):
     use = WARMED[what]()
     with counting(traces=True) as heard:

@@ -1,4 +1,4 @@
-"""Texts longer than a cache: the same as verbs in a loop, completely or not at all."""
+"""Texts longer than a cache: the same as edits in a loop, completely or not at all."""
 
 import functools
 from functools import partial
@@ -12,21 +12,20 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation.filters import make_sampler
 from models.compiling import counting
-from tests.generation.tiny import assert_sound, begun
+from tests.generation.tiny import assert_sound, init_state
 from tests.helpers import caches
 from tests.helpers.caches import (
     SPLIT,
     TWO,
     Kind,
+    apply_update,
     assert_identical,
     assert_same_content,
     drawing,
-    updated,
 )
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
-from tests.serving import servers
-from tests.snapshot.saved import with_numbers
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import add_tokens, apply_batch
+from tests.snapshot.saved import randomize
 
 POOL = Kind("pool", cells=24, sequences=3)
 core = pytest.mark.core
@@ -35,20 +34,20 @@ WAYS = [("slide", False), ("extend", True), ("slide", True), ("extend", False)]
 
 
 @functools.cache
-def told(*counts, kind=POOL):
-    cache = with_numbers(kind.make())
+def fill_cache(*counts, kind=POOL):
+    cache = randomize(kind.make())
     for seq, count in enumerate(counts):
-        cache = servers.told(cache, [1] * count, seq)
+        cache = add_tokens(cache, [1] * count, seq)
     return cache
 
 
-def slid_by_hand(cache, seq, keep, drop):
+def shift_by_hand(cache, seq, keep, drop):
     cache, ok = jaxkv.seq_rm(cache, seq, keep, keep + drop)
     assert ok
-    return updated(jaxkv.seq_add(cache, seq, keep + drop, -1, delta=-drop).cache)
+    return apply_update(jaxkv.seq_add(cache, seq, keep + drop, -1, delta=-drop).cache)
 
 
-def extended_by_hand(cache, seq, done, group, width):
+def extend_by_hand(cache, seq, done, group, width):
     """The loop of llama.cpp's program."""
     there = cache.seq_pos_max(seq).item() + 1
     while there >= done + width:
@@ -60,23 +59,23 @@ def extended_by_hand(cache, seq, done, group, width):
         cache = jaxkv.seq_div(cache, seq, first, last, divisor=group).cache
         cache = jaxkv.seq_add(cache, seq, last, there + ib * bd, delta=dd).cache
         there, done = there - bd, done + width // group
-    return updated(cache), done
+    return apply_update(cache), done
 
 
-@pytest.mark.parametrize("kind", in_lanes([POOL, TWO, SPLIT], [POOL], [SPLIT]), ids=str)
+@pytest.mark.parametrize("kind", mark_cases([POOL, TWO, SPLIT], [POOL], [SPLIT]), ids=str)
 def test_context_shift_equals_edits_by_hand(kind):
-    cache = told(3, 8, kind=kind)
+    cache = fill_cache(3, 8, kind=kind)
     for keep, drop in ((1, 3), (0, 2), (2, 5), (7, 1)):
         after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
         assert ok
-        assert_same_content(after, slid_by_hand(cache, 1, keep, drop))
+        assert_same_content(after, shift_by_hand(cache, 1, keep, drop))
         assert after.seq_pos_max([0, 1]).tolist() == [2, 7 - drop]
         assert_sound(after)
         assert jaxkv.init_batch(after, one_more(sequences=1), ubatch_size=4).ok
 
 
 def test_context_shift_short_sequence_changes_nothing():
-    cache = jax.tree.map(jnp.copy, jaxkv.seq_add(told(3, 8), 0, 0, -1, delta=2).cache)
+    cache = jax.tree.map(jnp.copy, jaxkv.seq_add(fill_cache(3, 8), 0, 0, -1, delta=2).cache)
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
         for donate in (False, True):
             options = dict(num_keep=keep, num_discard=drop, donate=donate)
@@ -87,17 +86,17 @@ def test_context_shift_short_sequence_changes_nothing():
 
 def test_context_shift_cells_that_another_sequence_shares_are_not_moved():
     for first, last, ok in ((0, 2, True), (0, 5, True), (0, 6, False), (6, 8, False)):
-        shared = jaxkv.seq_cp(told(8), 0, 2, first, last).cache
+        shared = jaxkv.seq_cp(fill_cache(8), 0, 2, first, last).cache
         after, found = generation.context_shift(shared, 0, num_keep=2, num_discard=3)
         assert found == ok, (first, last)
-        assert_same_content(after, slid_by_hand(shared, 0, 2, 3) if ok else shared)
+        assert_same_content(after, shift_by_hand(shared, 0, 2, 3) if ok else shared)
         assert drawing(jaxkv.seq_keep(after, 2).cache) == drawing(jaxkv.seq_keep(shared, 2).cache)
 
 
 @core
 def test_context_shift_does_not_show_what_a_window_let_go_of():
     kind = Kind("window", cells=8, sequences=2, windows=(jaxkv.Window.sliding(5),))
-    cache = told(16, kind=kind)
+    cache = fill_cache(16, kind=kind)
     for keep, drop, wanted in ((2, 12, False), (0, 16, True), (2, 4, True)):
         after, ok = generation.context_shift(cache, 0, num_keep=keep, num_discard=drop)
         assert ok.item() is wanted
@@ -110,7 +109,7 @@ def test_context_shift_wrong_traced_numbers_change_nothing():
     def slid(cache, seq, keep, drop):
         return generation.context_shift(cache, seq, num_keep=keep, num_discard=drop)
 
-    slide, cache = jax.jit(slid), told(3, 8)
+    slide, cache = jax.jit(slid), fill_cache(3, 8)
     for args in ((1, -1, 3), (1, 2, 0), (1, 2, -2), (9, 0, 1), (2, 0, 1), (1, 2**31 - 1, 2)):
         after, ok = slide(cache, *args)
         assert not ok, args
@@ -127,8 +126,8 @@ LISTS = [
 
 @pytest.mark.parametrize(("ids", "keep", "drop", "granted"), LISTS)
 def test_context_shift_of_a_list_equals_the_loop(ids, keep, drop, granted):
-    pending, ok = jaxkv.seq_add(told(6, 8, 2), 1, 0, -1, delta=2)
-    for cache in (told(6, 8, 2), pending):
+    pending, ok = jaxkv.seq_add(fill_cache(6, 8, 2), 1, 0, -1, delta=2)
+    for cache in (fill_cache(6, 8, 2), pending):
         after = cache
         for seq, num_keep, num_discard in np.broadcast(ids, keep, drop):
             options = dict(num_keep=num_keep, num_discard=num_discard)
@@ -150,15 +149,14 @@ def test_context_shift_of_a_list_equals_the_loop(ids, keep, drop, granted):
 
 @core
 def test_context_shift_of_8_sequences_runs_one_program_on_the_table():
-    cache = with_numbers(Kind("eight", cells=7, sequences=8, streams=8).make())
-    batch = make_batch(np.ones((8, 5), int))
-    cache = settle(cache, jaxkv.init_batch(cache, batch))
+    cache = randomize(Kind("eight", cells=7, sequences=8, streams=8).make())
+    cache = apply_batch(cache, np.ones((8, 5), int))
     with counting() as compiled:
         _, ok = generation.context_shift(cache, [*range(8)], num_keep=1, num_discard=2)
     assert ok.tolist() == [True] * 8 and compiled() <= 4  # also counts and rotates keys
 
 
-def flat(params, step):
+def write_zero_keys(params, step):
     x = jnp.zeros((*step.valid.shape, 2, caches.SIZE))
     for layer in range(caches.LAYERS):
         step = jaxkv.write_kv(step, layer, x, x)
@@ -166,22 +164,24 @@ def flat(params, step):
 
 
 @core
-@pytest.mark.parametrize(("tidy", "drafted"), in_lanes(WAYS, fast=WAYS[:1]))
+@pytest.mark.parametrize(("tidy", "drafted"), mark_cases(WAYS, fast=WAYS[:1]))
 def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     sampler = make_sampler(temperature=1.0)
     kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
-    cache, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
-    begin = begun(cache, logits=logits, sampler=sampler, seed=3)
+    cache, logits, *_ = jaxkv.prefill(write_zero_keys, None, kind.make(), batch)
+    begin = init_state(cache, logits=logits, sampler=sampler, seed=3)
     draft = generation.prompt_lookup([[]], ngram=7, recent=8)  # its drafts are empty
 
     def text(drafted, tidied, cache=cache, state=begin, draft=draft):
         pieces, done, options = [], jnp.int32(0), dict(num_tokens=4, sampler=sampler)
         for _ in range(4):
             if drafted:
-                picked = generation.speculate(flat, None, cache, state, drafter=draft, **options)
+                picked = generation.speculate(
+                    write_zero_keys, None, cache, state, drafter=draft, **options
+                )
                 draft = picked.drafter
             else:
-                picked = jaxkv.decode(flat, None, cache, state, **options)
+                picked = jaxkv.decode(write_zero_keys, None, cache, state, **options)
             cache, state = picked.cache, picked.state
             pieces.append(picked.tokens)
             if tidied and tidy == "slide":
@@ -197,9 +197,9 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
 
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
 def test_self_extend_equals_edits_by_hand(group, width):
-    cache = told(3, 16)
+    cache = fill_cache(3, 16)
     after, ok, done = generation.self_extend(cache, 1, 0, group=group, width=width)
-    wanted, expected = extended_by_hand(cache, 1, 0, group, width)
+    wanted, expected = extend_by_hand(cache, 1, 0, group, width)
     assert ok and done == expected
     assert_same_content(after, wanted)
     assert after.num_used_cells() == 19
@@ -216,7 +216,7 @@ def test_self_extend_equals_edits_by_hand(group, width):
 
 def test_extend_that_cannot_be_changes_nothing():
     extend = partial(generation.self_extend, group=2, width=4)
-    cache = told(3, 8)
+    cache = fill_cache(3, 8)
     pending = jaxkv.seq_add(cache, 0, 0, -1, delta=2).cache
     shared = jaxkv.seq_cp(cache, 1, 2, 7, 8).cache
     far = jaxkv.seq_add(cache, 1, 0, -1, delta=2**30).cache
@@ -226,9 +226,9 @@ def test_extend_that_cannot_be_changes_nothing():
         after, ok, now = extend(cache, seq, done)
         assert not ok and now == done, (seq, done)
         assert_identical(after, cache)
-    prefix = jaxkv.seq_cp(told(3, 8), 1, 2, 0, 2).cache
+    prefix = jaxkv.seq_cp(fill_cache(3, 8), 1, 2, 0, 2).cache
     assert extend(prefix, 1, 2).ok and not extend(prefix, 1, 0).ok
-    short = jaxkv.seq_cp(told(3), 0, 2).cache
+    short = jaxkv.seq_cp(fill_cache(3), 0, 2).cache
     after, ok, now = extend(short, 0, 0)
     assert ok and now == 0  # nothing to group yet, so shared cells do not matter
     assert_identical(after, short)

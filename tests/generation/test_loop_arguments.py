@@ -16,11 +16,11 @@ from jaxkv.generation.filters import make_sampler
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Constraint, Engine, Request
 from tests.generation import tiny
-from tests.generation.tiny import begun, decoded, forward, other, parity, speculated
+from tests.generation.tiny import allow_parity, flip_parity, forward, init_state
 from tests.helpers import caches
-from tests.helpers.caches import Kind, filled
+from tests.helpers.caches import Kind, fill_cache
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.steps import settle
+from tests.helpers.steps import apply_plan
 
 LOGITS, NONE = np.zeros((2, 8), np.float32), np.zeros((2, 0), np.int32)
 POOL = Kind("pool", cells=24, sequences=4)
@@ -29,19 +29,19 @@ KEPT = dict(cells=16, sequences=2, max_rollback=2)
 W = jnp.eye(8)
 
 
-def donated(cache):
+def donate_copy(cache):
     cache = jax.tree.map(jnp.copy, cache)
     generation.warm_up(forward, None, cache, ubatch_size=1, donate=True)
     return cache
 
 
-def started(m, tokens=(1, 2), **changes):
-    return replace(begun(m, tokens=tokens), **changes)
+def start_state(m, tokens=(1, 2), **changes):
+    return replace(init_state(m, tokens=tokens), **changes)
 
 
 def decode(m, state=None, **options):
     options = dict(num_tokens=2, donate=True) | options
-    return decoded(m, started(m) if state is None else state, **options)
+    return tiny.decode(m, start_state(m) if state is None else state, **options)
 
 
 def beam(m, logits=LOGITS[:1], **options):
@@ -50,7 +50,7 @@ def beam(m, logits=LOGITS[:1], **options):
 
 
 def speculate(m, draft, tokens=(1,)):
-    return speculated(draft, m, begun(m, tokens=tokens), num_tokens=1, donate=True)
+    return tiny.speculate(draft, m, init_state(m, tokens=tokens), num_tokens=1, donate=True)
 
 
 def prefill(m, model):
@@ -66,16 +66,16 @@ def self_extend(m, done=0, **options):
     return generation.self_extend(m, 0, done, **dict(group=2, width=4, donate=True) | options)
 
 
-def states():
+def make_states():
     return caches.recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
 
 
-def draft(m, **options):
+def make_draft(m, **options):
     return generation.draft_model(forward, None, m, **options)
 
 
 def propose(drafter, m):
-    return drafter.propose(make_sampler(), started(m), np.ones(2, bool), np.ones(2, np.int32))
+    return drafter.propose(make_sampler(), start_state(m), np.ones(2, bool), np.ones(2, np.int32))
 
 
 def branches(m, texts):
@@ -94,7 +94,7 @@ class Bare:
         return forward(params, step)
 
 
-def ruled(sampler=None, first=1, allowed=parity, advance=other):
+def add_rule(sampler=None, first=1, allowed=allow_parity, advance=flip_parity):
     rule = Constraint(first=first, allowed=allowed, advance=advance)
     return rule.constrain(make_sampler() if sampler is None else sampler)
 
@@ -105,18 +105,18 @@ RULE = Constraint(
 )
 
 
-def engine(cache=None, **options):
+def make_engine(cache=None, **options):
     return Engine(forward, None, POOL.make() if cache is None else cache, **options)
 
 
-def store(cache=None, sequences=(2, 3), **options):
+def make_store(cache=None, sequences=(2, 3), **options):
     cache = POOL.make() if cache is None else cache
     return PrefixStore(cache, sequences=sequences, **options)
 
 
 @pytest.fixture(scope="module")
 def cache():
-    return jax.tree.map(jnp.copy, filled(2, 3))
+    return jax.tree.map(jnp.copy, fill_cache(2, 3))
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("loops"))
@@ -125,12 +125,12 @@ def test_loop_bad_argument_raises(call, outcome, cache):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
-def make(**sizes):
+def make_narrow(**sizes):
     sizes = dict(layers=2, cells=16, kv_heads=2, head_dim=4, sequences=2) | sizes
     return caches.attention_cache(**sizes)
 
 
-def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
+def make_model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
     """A model of two layers, in which one thing is changed."""
 
     def forward(params, step):
@@ -144,30 +144,30 @@ def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: 
     return forward
 
 
-def run(batch=None, cache=None, plan=None, **changes):
-    cache, batch = cache or make(), batch or make_batch([[1, 2, 3], [4]])
-    return jaxkv.prefill(model(**changes), W, cache, batch, plan=plan)
+def prefill_model(batch=None, cache=None, plan=None, **changes):
+    cache, batch = cache or make_narrow(), batch or make_batch([[1, 2, 3], [4]])
+    return jaxkv.prefill(make_model(**changes), W, cache, batch, plan=plan)
 
 
-def stale():
-    cache, batch = make(), make_batch([1])
+def apply_stale_plan():
+    cache, batch = make_narrow(), make_batch([1])
     plan = jaxkv.init_batch(cache, batch)
-    return run(batch, settle(cache, plan), plan)
+    return prefill_model(batch, apply_plan(cache, plan), plan)
 
 
 def beside_an_engine():
-    cache = make()
-    engine = Engine(model(), W, cache)
+    cache = make_narrow()
+    engine = Engine(make_model(), W, cache)
     engine.submit(Request(prompt=[1], max_new_tokens=2))
     engine.step()
-    return run(cache=cache)
+    return prefill_model(cache=cache)
 
 
-def drafted():
-    cache, narrow = run().cache, model(end=lambda m, x, _: (m, x[:, :5]))
+def speculate_narrow():
+    cache, narrow = prefill_model().cache, make_model(end=lambda m, x, _: (m, x[:, :5]))
     draft = generation.draft_model(narrow, W, cache, batch_size=2)
     options = dict(drafter=draft, num_tokens=2, sampler=make_sampler(temperature=1))
-    return generation.speculate(model(), W, cache, begun(cache, tokens=[1, 2]), **options)
+    return generation.speculate(make_model(), W, cache, init_state(cache, tokens=[1, 2]), **options)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))

@@ -11,7 +11,7 @@ from jaxkv.generation.beam import BeamTexts, advance_search, init_search, is_fil
 from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.sampler import adjust_logits
 from tests.generation.tiny import forward
-from tests.helpers.caches import SPLIT, filled
+from tests.helpers.caches import SPLIT, fill_cache
 
 pytestmark = pytest.mark.core
 
@@ -31,7 +31,7 @@ def test_warm_up_of_more_sequences_than_tokens_compiles_a_token_each():
 
 
 def test_prefill_of_a_plan_that_is_an_argument_of_jit():
-    cache, batch = filled(2), make_batch([1, 2, 3], sequences=1)
+    cache, batch = fill_cache(2), make_batch([1, 2, 3], sequences=1)
     plan = jaxkv.init_batch(cache, batch)
     wanted = jaxkv.prefill(forward, None, cache, batch, plan=plan).logits
     run = jax.jit(lambda cache, plan: jaxkv.prefill(forward, None, cache, batch, plan=plan).logits)
@@ -39,7 +39,7 @@ def test_prefill_of_a_plan_that_is_an_argument_of_jit():
 
 
 def test_prefill_of_a_refused_plan_raises_its_reason_for_any_batch():
-    cache, long = filled(2), make_batch([5] * 99)
+    cache, long = fill_cache(2), make_batch([5] * 99)
     with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
         jaxkv.prefill(forward, None, cache, make_batch([1]), plan=jaxkv.init_batch(cache, long))
 

@@ -16,10 +16,10 @@ from jaxkv import make_batch
 from jaxkv.cache import split
 from jaxkv.core import compile_cache
 from jaxkv.generation.model_step import compiled_step
-from tests.generation.tiny import BEST, DATA, begun, forward
-from tests.helpers.caches import SMALL, assert_identical, filled
+from tests.generation.tiny import BEST, DATA, forward, init_state
+from tests.helpers.caches import SMALL, assert_identical, fill_cache
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
 OUTPUTS = [("last", 2), ("known", 3), ("traced", 10)]
@@ -27,7 +27,7 @@ OUTPUTS = [("last", 2), ("known", 3), ("traced", 10)]
 
 @pytest.mark.core
 def test_prefill_with_plan_does_not_plan_again():
-    cache, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)
+    cache, batch = fill_cache(2), make_batch([1, 2, 3, 4, 5], sequences=1)
     plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
     prefill = partial(jaxkv.prefill, forward, None)
     wanted = prefill(cache, batch, ubatch_size=4)
@@ -42,7 +42,7 @@ def test_prefill_with_plan_does_not_plan_again():
         prefill(cache, long, plan=jaxkv.init_batch(cache, long))
 
 
-@pytest.mark.parametrize("case, num_outputs", in_lanes(OUTPUTS, core=[OUTPUTS[0], OUTPUTS[2]]))
+@pytest.mark.parametrize("case, num_outputs", mark_cases(OUTPUTS, core=[OUTPUTS[0], OUTPUTS[2]]))
 def test_prefill_in_jit_computes_logits_of_outputs_only(case, num_outputs):
     tokens = np.arange(10, dtype=np.int32).reshape(2, 5)
     outputs = np.zeros((2, 5), bool)
@@ -52,7 +52,7 @@ def test_prefill_in_jit_computes_logits_of_outputs_only(case, num_outputs):
         flags = {"last": None, "known": known, "traced": traced}[case]
         return jaxkv.prefill(forward, None, cache, make_batch(tokens, outputs=flags))
 
-    cache, known = filled(), jnp.array(outputs)
+    cache, known = fill_cache(), jnp.array(outputs)
     inside = jax.jit(run)(tokens, outputs, cache)
     flags = None if case == "last" else outputs
     outside = jaxkv.prefill(forward, None, cache, make_batch(tokens, outputs=flags))
@@ -91,7 +91,7 @@ class Shifted:
 
 
 @pytest.fixture
-def collected_soon():
+def limit_collection():
     """Limit garbage collection to objects of the test, without those of JAX."""
     gc.freeze()
     yield
@@ -99,16 +99,16 @@ def collected_soon():
 
 
 @pytest.mark.nightly
-def test_program_dies_with_its_function(collected_soon):
-    _, wanted, *_ = jaxkv.prefill(forward, None, filled(4), make_batch([1, 2]))
+def test_program_dies_with_its_function(limit_collection):
+    _, wanted, *_ = jaxkv.prefill(forward, None, fill_cache(4), make_batch([1, 2]))
     before = len(compile_cache._kept)
     shifted, others = Shifted(), [lambda *args: forward(*args), partial(forward)]
     shifted.by = 1
     others.append(jax.jit(others[0]))
     for one in (*others, shifted.run):
-        cache, logits, *_ = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
+        cache, logits, *_ = jaxkv.prefill(one, None, fill_cache(4), make_batch([1, 2]))
         np.testing.assert_allclose(logits, wanted + (one == shifted.run), atol=1e-5)
-    state = begun(cache, tokens=[1])
+    state = init_state(cache, tokens=[1])
     jaxkv.decode(shifted.run, None, cache, state, num_tokens=1, sampler=BEST)
     del state
     dead = [weakref.ref(each) for each in (shifted, *others)]
@@ -120,8 +120,8 @@ def test_program_dies_with_its_function(collected_soon):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", in_lanes(MODELS, fast=MODELS[:1]))
-def test_weights_of_a_model_die_with_it(name, collected_soon):
+@pytest.mark.parametrize("name", mark_cases(MODELS, fast=MODELS[:1]))
+def test_weights_of_a_model_die_with_it(name, limit_collection):
     model = models.load(DATA / name)
     jaxkv.prefill(model.forward, model.params, model.make_cache(cells=8), make_batch([1]))
     dead = [weakref.ref(one) for one in (model, model.forward, *jax.tree.leaves(model.params))]
@@ -132,6 +132,6 @@ def test_weights_of_a_model_die_with_it(name, collected_soon):
 
 def test_step_of_dead_function_raises():
     step = compiled_step(lambda *args: forward(*args))
-    (ubatch,) = jaxkv.init_batch(filled(4), make_batch([1])).ubatches
+    (ubatch,) = jaxkv.init_batch(fill_cache(4), make_batch([1])).ubatches
     with pytest.raises(ReferenceError, match="was deleted; keep"):
-        step(None, *split(filled(4)), ubatch)
+        step(None, *split(fill_cache(4)), ubatch)

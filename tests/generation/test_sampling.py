@@ -10,7 +10,7 @@ from hypothesis import given
 from jaxkv.generation import Constraint
 from jaxkv.generation.filters import OPTIONS, is_among_best, make_sampler
 from jaxkv.generation.sampler import adjust_logits, sample_tokens
-from tests.generation.tiny import other, parity
+from tests.generation.tiny import allow_parity, flip_parity
 
 pytestmark = pytest.mark.core
 
@@ -31,7 +31,7 @@ ALLOWED = [
 
 
 @jax.jit
-def pick(sampler, logits, keys, state=()):
+def draw_tokens(sampler, logits, keys, state=()):
     return sample_tokens(sampler, sampler.adjust(logits, state), keys)
 
 
@@ -40,7 +40,7 @@ def keys_of(count):
 
 
 @jax.jit
-def counted(numbers):
+def count_draws(numbers):
     """Count the tokens of 20,000 draws. All filters run: their numbers are traced."""
     sampler = make_sampler(**numbers)
     logits = jnp.broadcast_to(LOGITS, (20_000, 5))
@@ -49,22 +49,22 @@ def counted(numbers):
     return jnp.bincount(drawn, length=5)
 
 
-def draws(**options):
+def draw_shares(**options):
     numbers = {"temperature": 1.0, **options}
     numbers = {name: one.dtype(numbers.get(name, one.neutral)) for name, one in OPTIONS.items()}
-    return np.asarray(counted(numbers)) / 20_000
+    return np.asarray(count_draws(numbers)) / 20_000
 
 
 def test_draws_have_probabilities_at_any_temperature():
-    assert draws(temperature=0.0).tolist() == [1, 0, 0, 0, 0]
+    assert draw_shares(temperature=0.0).tolist() == [1, 0, 0, 0, 0]
     for temperature in (1.0, 0.3, 3.0):
         wanted = jax.nn.softmax(LOGITS / temperature)
-        np.testing.assert_allclose(draws(temperature=temperature), wanted, atol=0.015)
+        np.testing.assert_allclose(draw_shares(temperature=temperature), wanted, atol=0.015)
 
 
 def test_filters_leave_exactly():
     for options, allowed in ALLOWED:
-        assert set(np.flatnonzero(draws(**options))) == allowed, options
+        assert set(np.flatnonzero(draw_shares(**options))) == allowed, options
 
 
 def test_filters_each_text_has_its_own_numbers():
@@ -75,7 +75,7 @@ def test_filters_each_text_has_its_own_numbers():
         alone = make_sampler(**{name: values[i] for name, values in options.items()})
         np.testing.assert_allclose(together[i], alone.adjust(LOGITS[None], ())[0], rtol=1e-6)
     mixed = make_sampler(temperature=[0.0, 1.0, 0.0])
-    assert pick(mixed, rows, keys_of(3)).tolist()[::2] == [0, 0]
+    assert draw_tokens(mixed, rows, keys_of(3)).tolist()[::2] == [0, 0]
 
 
 @given(
@@ -146,18 +146,21 @@ def test_filters_turned_off_for_one_text_leave_it_alone(odd):
     assert token[0] == alone[0] == -1
 
 
-def on_host(answer, shape, dtype):
+def call_on_host(answer, shape, dtype):
     shape = jax.ShapeDtypeStruct(shape, dtype)
     return lambda *args: jax.pure_callback(answer, shape, *args, vmap_method="sequential")
 
 
-def strict(state, token):
+def advance_checked(state, token):
     assert 0 <= token < 5
     return np.int32(1 - token % 2)
 
 
-PARITY_ON_HOST = on_host(lambda state: np.arange(5) % 2 == state, (5,), bool)
-RULES = [(parity, other), (PARITY_ON_HOST, on_host(strict, (), jnp.int32))]
+PARITY_ON_HOST = call_on_host(lambda state: np.arange(5) % 2 == state, (5,), bool)
+RULES = [
+    (allow_parity, flip_parity),
+    (PARITY_ON_HOST, call_on_host(advance_checked, (), jnp.int32)),
+]
 
 
 def test_constrained_sees_each_text_alone():
@@ -167,10 +170,10 @@ def test_constrained_sees_each_text_alone():
         rule = Constraint(first=jnp.int32(1), allowed=allowed, advance=advance)
         rule = rule.constrain(make_sampler())
         state = rule.init(NONE)
-        assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
+        assert draw_tokens(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
         state = rule.update(state, jnp.array([3, -1]))
-        assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
+        assert draw_tokens(rule, rows, keys_of(2), state).tolist() == [0, 3]
     for temperature in (0.0, 1.0):  # no token is allowed
         sampler = make_sampler(temperature=temperature, top_p=0.9, min_p=0.1)
-        rule = Constraint(first=7, allowed=parity, advance=other).constrain(sampler)
-        assert pick(rule, rows, keys_of(2), rule.init(NONE)).tolist() == [-1, -1]
+        rule = Constraint(first=7, allowed=allow_parity, advance=flip_parity).constrain(sampler)
+        assert draw_tokens(rule, rows, keys_of(2), rule.init(NONE)).tolist() == [-1, -1]

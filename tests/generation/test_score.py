@@ -10,9 +10,9 @@ import pytest
 import jaxkv
 from jaxkv.generation.trie import MIN_SHARED, trie_of_texts
 from models.compiling import counting
-from tests.generation.tiny import DATA, load
+from tests.generation.tiny import DATA, load_tiny
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -22,14 +22,14 @@ TABLE = jax.nn.softmax(2 * jax.random.normal(jax.random.key(0), (16, 16)))
 RNG = np.random.default_rng(0)
 
 
-def draw(*lengths):
+def draw_texts(*lengths):
     return [RNG.integers(0, 16, length).tolist() for length in lengths]
 
 
-FIRST, THEN, OTHER = draw(MIN_SHARED + 2, MIN_SHARED + 1, 7)
+FIRST, THEN, OTHER = draw_texts(MIN_SHARED + 2, MIN_SHARED + 1, 7)
 TREE = [[*FIRST, 1, 2], [*FIRST, *THEN, 1], [*FIRST, *THEN, 2, 3, 4], OTHER, FIRST, OTHER]
 """Texts with two common beginnings, one after the other, a short one, and two equal texts."""
-PROMPTS, ANSWERS = draw(5, 9), [*draw(3, 7, 0, 4)]
+PROMPTS, ANSWERS = draw_texts(5, 9), [*draw_texts(3, 7, 0, 4)]
 
 
 CASES = {"tree": (TREE, None), "prompts": (ANSWERS, PROMPTS)}
@@ -37,7 +37,7 @@ EVERY = [(name, case) for name in MODELS for case in CASES if not name.startswit
 CORE = [("granite_hybrid", "prompts")]
 
 
-def expected(forward, spec, params, texts, prompts=None):
+def score_alone(forward, spec, params, texts, prompts=None):
     """Log-probabilities of each text computed alone, in a stream of a cache."""
     starts = [[]] * len(texts)
     if prompts is not None:
@@ -62,9 +62,9 @@ def expected(forward, spec, params, texts, prompts=None):
     return jnp.stack([jnp.pad(row, (0, width - len(row))) for row in found])
 
 
-@pytest.mark.parametrize("name, case", in_lanes(EVERY, core=CORE))
+@pytest.mark.parametrize("name, case", mark_cases(EVERY, core=CORE))
 def test_score_and_its_gradient_equal_texts_alone(name, case):
-    model, (texts, prompts) = load(name), CASES[case]
+    model, (texts, prompts) = load_tiny(name), CASES[case]
     weights = RNG.normal(size=(len(texts), max(map(len, texts)))).astype(np.float32)
 
     def loss(scoring, params):
@@ -73,7 +73,7 @@ def test_score_and_its_gradient_equal_texts_alone(name, case):
 
     spec, forward = model.cache_spec, model.forward
     ours = partial(loss, partial(jaxkv.score, forward, spec=spec))
-    theirs = partial(loss, partial(expected, forward, spec))
+    theirs = partial(loss, partial(score_alone, forward, spec))
     (_, found), slopes = jax.jit(jax.value_and_grad(ours, has_aux=True))(model.params)
     (_, wanted), steps = jax.jit(jax.value_and_grad(theirs, has_aux=True))(model.params)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -95,7 +95,7 @@ def by_previous(params, step):
 scored = partial(jaxkv.score, by_previous, spec=SPEC)
 
 
-def test_trie_has_each_token_of_a_common_beginning_once():
+def test_trie_has_each_token_of_a_common_prefix_once():
     texts = [np.array(text) for text in TREE]
     levels, index = trie_of_texts(texts)
     tokens = np.concatenate([level.tokens.reshape(-1) for level in levels])
@@ -163,11 +163,11 @@ def test_score_under_transformations():
 
 
 def test_score_of_similar_batches_compiles_once():
-    scored(TABLE, ANSWERS, prompts=PROMPTS), scored(TABLE, draw(13, 14, 15, 14))
+    scored(TABLE, ANSWERS, prompts=PROMPTS), scored(TABLE, draw_texts(13, 14, 15, 14))
     with counting() as compiled:
         for lengths in ([4, 5, 6, 3], [8, 1, 1, 2], [3, 3, 3, 3]):
-            scored(TABLE, draw(*lengths), prompts=draw(10, 9))
-            scored(TABLE, draw(*[13 + length % 4 for length in lengths]))
+            scored(TABLE, draw_texts(*lengths), prompts=draw_texts(10, 9))
+            scored(TABLE, draw_texts(*[13 + length % 4 for length in lengths]))
         assert compiled() == 0
 
 

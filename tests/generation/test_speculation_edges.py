@@ -14,8 +14,17 @@ from jaxkv.generation.speculative import token_tree
 from jaxkv.generation.speculative.acceptance import _find_first_accepted, verify_branches
 from jaxkv.generation.speculative.drafters import DraftTokens
 from tests.generation.test_speculation import Known
-from tests.generation.tiny import BEST, begun, by_table, decoded, ends, forward, speculated, texts
-from tests.helpers.caches import VOCABULARY, Kind, attention_cache, filled
+from tests.generation.tiny import (
+    BEST,
+    decode,
+    forward,
+    init_state,
+    last_of,
+    list_texts,
+    speculate,
+    table_model,
+)
+from tests.helpers.caches import VOCABULARY, Kind, attention_cache, fill_cache
 
 pytestmark = pytest.mark.core
 ROOMY = Kind("roomy", cells=48, sequences=4)
@@ -23,7 +32,7 @@ NEAR = Kind("near", cells=6, sequences=2, windows=(jaxkv.Window.sliding(3),))
 
 
 def assert_as_decode(made, wanted):
-    assert texts(made) == texts(wanted)
+    assert list_texts(made) == list_texts(wanted)
     for name in ("token", "active", "remaining", "reason", "draw_index"):
         found, expected = (getattr(out.state, name).tolist() for out in (made, wanted))
         assert found == expected, name
@@ -34,7 +43,7 @@ def assert_as_decode(made, wanted):
     np.testing.assert_allclose(
         np.asarray(made.logprobs)[kept[0]], np.asarray(wanted.logprobs)[kept[1]], atol=2e-4
     )
-    assert ends(made.cache, [0, 1]) == ends(wanted.cache, [0, 1])
+    assert last_of(made.cache, [0, 1]) == last_of(wanted.cache, [0, 1])
     assert made.cache.num_used_cells() == wanted.cache.num_used_cells()
 
 
@@ -44,46 +53,46 @@ RULE = dict(allowed=lambda s: jnp.arange(VOCABULARY) >= 16 * (s > 1), advance=la
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_speculate_without_an_allowed_token_ends_as_decode(count):
     """After `count` more tokens, no token is allowed."""
-    cache = filled(2, 3, kind=ROOMY)
-    free = decoded(cache, begun(cache, tokens=[1, 5]), num_tokens=4).tokens
+    cache = fill_cache(2, 3, kind=ROOMY)
+    free = decode(cache, init_state(cache, tokens=[1, 5]), num_tokens=4).tokens
     prompts = [[1, 2, 1], [5, 3, 5]]
     for temperature in (0.0, 1.0):
         sampler = make_sampler(temperature=temperature)
         sampler = Constraint(first=jnp.int32(1 - count), **RULE).constrain(sampler)
-        state = begun(cache, tokens=[1, 5], sampler=sampler, max_new_tokens=9)
+        state = init_state(cache, tokens=[1, 5], sampler=sampler, max_new_tokens=9)
         run = dict(num_tokens=4, sampler=sampler)
-        wanted = decoded(cache, state, **run)
-        assert [len(text) for text in texts(wanted)] == [count, count]
+        wanted = decode(cache, state, **run)
+        assert [len(text) for text in list_texts(wanted)] == [count, count]
         drafters = [Known.make(free, wrong=False)]
         drafters += [generation.prompt_lookup(prompts, ngram=1, num_branches=2)]
         for drafter in drafters[: 2 if temperature == 0 else 1]:
-            made = speculated(drafter, cache, state, **run)
+            made = speculate(drafter, cache, state, **run)
             if temperature:  # other draws
                 wanted = wanted._replace(tokens=made.tokens, logprobs=made.logprobs)
                 wanted = wanted._replace(state=replace(wanted.state, token=made.state.token))
-                assert [len(text) for text in texts(made)] == [count, count]
+                assert [len(text) for text in list_texts(made)] == [count, count]
             assert_as_decode(made, wanted)
 
 
 def test_speculate_in_a_full_cache_ends_as_decode():
     """A draft that does not fit is not counted; the text goes on without drafts."""
-    cache = filled(5, 4)  # 3 of 12 cells are free
-    state = begun(cache, tokens=[1, 5], max_new_tokens=[9, 1])
-    wanted = decoded(cache, state, num_tokens=6)
+    cache = fill_cache(5, 4)  # 3 of 12 cells are free
+    state = init_state(cache, tokens=[1, 5], max_new_tokens=[9, 1])
+    wanted = decode(cache, state, num_tokens=6)
     assert wanted.state.reason.tolist() == [jaxkv.Reason.OUT_OF_CELLS, jaxkv.Reason.OK]
     free = jnp.pad(wanted.tokens, [(0, 0), (0, 3)])
-    made = speculated(Known.make(free, wrong=False), cache, state, num_tokens=6)
+    made = speculate(Known.make(free, wrong=False), cache, state, num_tokens=6)
     assert_as_decode(made, wanted)
     assert made.num_drafted.tolist() == made.num_accepted.tolist() == [0, 0]
 
 
 def test_speculate_branches_in_a_full_cache_end_as_decode():
-    cache = filled(10)  # 2 of 12 cells are free
-    state = begun(cache, tokens=[1])
-    wanted = decoded(cache, state, num_tokens=6)
+    cache = fill_cache(10)  # 2 of 12 cells are free
+    state = init_state(cache, tokens=[1])
+    wanted = decode(cache, state, num_tokens=6)
     assert wanted.state.reason.tolist() == [jaxkv.Reason.OUT_OF_CELLS]
     draft = generation.prompt_lookup([[1, 5, 6, 1, 7, 8]], ngram=1, num_branches=2)
-    made = speculated(draft, cache, state, num_tokens=6)
+    made = speculate(draft, cache, state, num_tokens=6)
     assert_as_decode(made, wanted)
     assert made.num_drafted.tolist() == [0]
 
@@ -91,30 +100,30 @@ def test_speculate_branches_in_a_full_cache_end_as_decode():
 @pytest.mark.parametrize("drafted", [[0], [0, 1]])
 def test_speculate_in_a_window_near_full_goes_on_as_decode(drafted):
     """Each text needs three cells at a time; a draft of three tokens next to it does not fit."""
-    cache = filled(4, 3, kind=NEAR)
-    state = begun(cache, tokens=[1, 5], max_new_tokens=[9, 7])
-    wanted = decoded(cache, state, num_tokens=9)
-    assert [len(text) for text in texts(wanted)] == [9, 7]
+    cache = fill_cache(4, 3, kind=NEAR)
+    state = init_state(cache, tokens=[1, 5], max_new_tokens=[9, 7])
+    wanted = decode(cache, state, num_tokens=9)
+    assert [len(text) for text in list_texts(wanted)] == [9, 7]
     free = jnp.full_like(wanted.tokens, -1).at[jnp.array(drafted)].set(wanted.tokens[drafted, :])
-    made = speculated(Known.make(free, wrong=False), cache, state, num_tokens=9)
+    made = speculate(Known.make(free, wrong=False), cache, state, num_tokens=9)
     assert_as_decode(made, wanted)
 
 
 def test_speculate_limit_ends_in_a_draft_as_decode():
-    cache = filled(2, 2, kind=ROOMY)
+    cache = fill_cache(2, 2, kind=ROOMY)
     for limits in ([1, 2], [3, 4], [5, 0]):
-        state = begun(cache, tokens=[1, 5], max_new_tokens=limits)
-        wanted = decoded(cache, state, num_tokens=8)
-        free = decoded(cache, begun(cache, tokens=[1, 5]), num_tokens=8).tokens
-        made = speculated(Known.make(free, wrong=False), cache, state, num_tokens=8)
+        state = init_state(cache, tokens=[1, 5], max_new_tokens=limits)
+        wanted = decode(cache, state, num_tokens=8)
+        free = decode(cache, init_state(cache, tokens=[1, 5]), num_tokens=8).tokens
+        made = speculate(Known.make(free, wrong=False), cache, state, num_tokens=8)
         assert_as_decode(made, wanted)
 
 
-def proposed(prompts, tokens, active=None, **options):
+def propose_drafts(prompts, tokens, active=None, **options):
     """The valid drafts of `prompt_lookup` for each text, after its last token."""
     count = len(prompts)
-    cache = filled(*[1] * count, kind=ROOMY)
-    state = begun(cache, tokens=tokens)
+    cache = fill_cache(*[1] * count, kind=ROOMY)
+    state = init_state(cache, tokens=tokens)
     options = dict(num_draft_tokens=3, recent=16) | options
     drafter = generation.prompt_lookup(prompts, **options)
     active = jnp.ones(count, bool) if active is None else jnp.array(active, bool)
@@ -126,21 +135,24 @@ def proposed(prompts, tokens, active=None, **options):
 
 def test_prompt_lookup_proposes_what_followed_the_last_match_of_all_tokens():
     prompts = [[1, 2, 7, 8, 9, 3, 2, 4, 6, 1], [1, 2, 7, 5, 2, 6, 1], [3, 4, 5, 6], [4, 7, 7]]
-    assert proposed(prompts, [2, 2, 7, 7], ngram=2) == [[[7, 8, 9]], [[7, 5, 2]], [[]], [[7]]]
-    assert proposed(prompts, [2, 2, 7, 7], [1, 0, 1, 1], ngram=2)[:2] == [[[7, 8, 9]], [[]]]
-    assert proposed([[0, 6, 5, 0], [6]], [6, 6], ngram=2) == [[[5, 0, 6]], [[]]]  # 0 is a token
-    assert proposed([[3, 4, 5, 6]], [7], ngram=2, recent=4) == [[[]]]
+    assert propose_drafts(prompts, [2, 2, 7, 7], ngram=2) == [[[7, 8, 9]], [[7, 5, 2]], [[]], [[7]]]
+    assert propose_drafts(prompts, [2, 2, 7, 7], [1, 0, 1, 1], ngram=2)[:2] == [[[7, 8, 9]], [[]]]
+    assert propose_drafts([[0, 6, 5, 0], [6]], [6, 6], ngram=2) == [
+        [[5, 0, 6]],
+        [[]],
+    ]  # 0 is a token
+    assert propose_drafts([[3, 4, 5, 6]], [7], ngram=2, recent=4) == [[[]]]
 
 
 def test_prompt_lookup_branches_differ():
     prompts = [[1, 5, 6, 1, 7, 8, 1, 5, 6], [1, 5, 6, 1, 5, 6, 2]]
-    found = proposed(prompts, [1, 1], ngram=1, num_branches=3)
+    found = propose_drafts(prompts, [1, 1], ngram=1, num_branches=3)
     assert found == [[[5, 6, 1], [7, 8, 1], []], [[5, 6, 2], [5, 6, 1], []]]
 
 
 def test_draft_model_update_keeps_the_token_that_its_cache_lacks():
     fed = jnp.array([[7, 8, 9, 4]] * 4)
-    cache = filled(5, 5, 5, 3, kind=ROOMY)
+    cache = fill_cache(5, 5, 5, 3, kind=ROOMY)
     draft = generation.draft_model(forward, None, cache, batch_size=4, num_draft_tokens=3)
     at, counts = jnp.array([3, 3, 4, 4]), jnp.array([3, 2, 1, 0])
     after = draft.update(jnp.arange(4), at, fed, counts)
@@ -151,27 +163,27 @@ def test_draft_model_update_keeps_the_token_that_its_cache_lacks():
 
 
 def test_tree_draft_model_says_what_decode_says():
-    cache = filled(3, 2, kind=ROOMY)
-    state = begun(cache, tokens=[1, 5], max_new_tokens=[6, 3])
-    wanted = decoded(cache, state, num_tokens=6)
+    cache = fill_cache(3, 2, kind=ROOMY)
+    state = init_state(cache, tokens=[1, 5], max_new_tokens=[6, 3])
+    wanted = decode(cache, state, num_tokens=6)
     options = dict(num_branches=2, batch_size=2, num_draft_tokens=2)
     draft = generation.draft_model(forward, None, cache, **options)
-    made = speculated(draft, cache, state, num_tokens=6)
+    made = speculate(draft, cache, state, num_tokens=6)
     assert_as_decode(made, wanted)
     assert made.num_accepted.tolist() == [4, 2] and made.num_model_steps.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("cells, fits", [(8, True), (3, False)])
 def test_tree_draft_model_proposes_in_every_sequence_if_its_cache_has_cells(cells, fits):
-    cache = filled(3, kind=Kind("pair", cells=cells, sequences=2))
+    cache = fill_cache(3, kind=Kind("pair", cells=cells, sequences=2))
     options = dict(num_branches=2, batch_size=1, num_draft_tokens=2)
     draft = generation.draft_model(forward, None, cache, **options)
-    _, guess = draft.propose(BEST, begun(cache, tokens=[1]), jnp.ones(1, bool), jnp.array([3]))
+    _, guess = draft.propose(BEST, init_state(cache, tokens=[1]), jnp.ones(1, bool), jnp.array([3]))
     assert guess.valid.tolist() == [[[fits, fits]] * 2]
 
 
 def test_branches_take_free_sequences_of_the_stream():
-    cache = filled(1, 0, 0, 0, 1, 1, 0, 1, kind=Kind("two", cells=8, sequences=8, streams=2))
+    cache = fill_cache(1, 0, 0, 0, 1, 1, 0, 1, kind=Kind("two", cells=8, sequences=8, streams=2))
     found = token_tree.assign_branch_sequences(cache.table, jnp.array([4, 0]), 3)
     assert found.tolist() == [[4, 6, 8], [0, 1, 2]]  # 8: none is left
 
@@ -186,7 +198,7 @@ def test_verified_branches_are_those_that_agree_with_the_text_so_far():
     drawn_from = drawn_from.at[:, :, 0].set(jnp.array([none, 0.0, 0.0]))
     draft = DraftTokens(jnp.repeat(tokens, rows, axis=0), jnp.ones((rows, 2, 2), bool), drawn_from)
     cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=8, sequences=rows)
-    state = begun(cache, tokens=[0] * rows, sequences=range(rows), seed=1)
+    state = init_state(cache, tokens=[0] * rows, sequences=range(rows), seed=1)
     sampler, ok = make_sampler(temperature=1.0), jnp.ones(rows, bool)
     made, _, holds, _, branch = verify_branches(
         sampler, jnp.broadcast_to(logits, (rows, 5, 3)), draft, state, ok
@@ -202,7 +214,7 @@ def test_verified_branches_of_a_greedy_sampler_have_its_tokens():
         jnp.repeat(tokens, rows, axis=0), jnp.ones((rows, 2, 1), bool), jnp.zeros((rows, 2, 1, 3))
     )
     cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=8, sequences=rows)
-    state = begun(cache, tokens=[0] * rows, sequences=range(rows))
+    state = init_state(cache, tokens=[0] * rows, sequences=range(rows))
     logits = jnp.broadcast_to(jnp.array([0.0, 0.1, 0.0]), (rows, 3, 3))
     made, *_ = verify_branches(BEST, logits, draft, state, jnp.ones(rows, bool))
     assert (made[:, 0] == 1).all()
@@ -210,11 +222,13 @@ def test_verified_branches_of_a_greedy_sampler_have_its_tokens():
 
 def test_tree_draft_model_with_fewer_tokens_than_branches_raises():
     cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=32, sequences=8)
-    cache, *_ = jaxkv.prefill(by_table, jnp.ones((4, 4)), cache, make_batch([1]))
-    state = begun(cache, tokens=[1])
-    draft = generation.draft_model(by_table, jnp.ones((4, 4)), cache, num_branches=5)
+    cache, *_ = jaxkv.prefill(table_model, jnp.ones((4, 4)), cache, make_batch([1]))
+    state = init_state(cache, tokens=[1])
+    draft = generation.draft_model(table_model, jnp.ones((4, 4)), cache, num_branches=5)
     with pytest.raises(ValueError, match="at most as many branches as the 4 tokens"):
-        generation.speculate(by_table, jnp.ones((4, 4)), cache, state, drafter=draft, num_tokens=2)
+        generation.speculate(
+            table_model, jnp.ones((4, 4)), cache, state, drafter=draft, num_tokens=2
+        )
 
 
 def test_rejected_drafts_leave_what_the_model_has_in_addition():

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from tests.generation.tiny import BEST, assert_sound, begun, ends, load, texts
+from tests.generation.tiny import BEST, assert_sound, init_state, last_of, list_texts, load_tiny
 
 pytestmark = pytest.mark.nightly
 
@@ -19,16 +19,16 @@ EIGHT += [DRAWN.integers(1, 14, DRAWN.integers(2, 10)).tolist() for _ in range(5
 BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
 
 
-def prefilled(model, prompts, *, ids=None, params=None, **options):
+def prefill_prompts(model, prompts, *, ids=None, params=None, **options):
     cache = model.make_cache(**{"sequences": len(prompts), "cells": 1024} | options)
     batch = make_batch(prompts, sequences=ids or [*range(len(prompts))])
     return jaxkv.prefill(model.forward, params or model.params, cache, batch)[:2]
 
 
-def prompted(model, prompts, *, ids=None, **options):
-    cache, logits = prefilled(model, prompts, ids=ids, **options)
+def start_prompts(model, prompts, *, ids=None, **options):
+    cache, logits = prefill_prompts(model, prompts, ids=ids, **options)
     options = dict(max_new_tokens=24, sequences=ids or [*range(len(prompts))], prompts=prompts)
-    return cache, begun(cache, logits=logits, sampler=BEST, **options)
+    return cache, init_state(cache, logits=logits, sampler=BEST, **options)
 
 
 def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **options):
@@ -39,7 +39,7 @@ def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **option
         return x + (noise * jnp.std(x) * rng.normal(size=x.shape)).astype(x.dtype)
 
     params = jax.tree.map(near, model.params)
-    own, _ = prefilled(model, prompts, params=params, **options)
+    own, _ = prefill_prompts(model, prompts, params=params, **options)
     return make(model.forward, params, own, batch_size=len(prompts))
 
 
@@ -49,18 +49,18 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     after, ended, *_ = wanted = jaxkv.decode(model.forward, model.params, **run)
     found, now, *_ = made = generation.speculate(model.forward, model.params, drafter=draft, **run)
     draft = made.drafter
-    assert texts(made) == texts(wanted)
+    assert list_texts(made) == list_texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
     picked = made.num_model_steps + made.num_accepted  # no stop token ends a draft
-    assert picked.tolist() == [len(text) for text in texts(made)]
+    assert picked.tolist() == [len(text) for text in list_texts(made)]
     every = range(cache.table.spec.sequences)
-    assert ends(found, every) == ends(after, every)  # all drafts are rolled back
+    assert last_of(found, every) == last_of(after, every)  # all drafts are rolled back
     assert found.num_used_cells() == after.num_used_cells()
     assert_sound(found)
     if hasattr(draft, "cache"):  # it may lack one token
         own = draft.cache.seq_pos_max(state.sequence) + (draft.unfed >= 0)
-        assert own.tolist() == ends(after, state.sequence)
+        assert own.tolist() == last_of(after, state.sequence)
         assert_sound(draft.cache)
     return found, after, made
 
@@ -78,9 +78,9 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     ],
 )
 def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
-    model, count = load(name), len(EIGHT)
+    model, count = load_tiny(name), len(EIGHT)
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
-    cache, state = prompted(model, EIGHT, cells=cells, streams=streams, max_rollback=4)
+    cache, state = start_prompts(model, EIGHT, cells=cells, streams=streams, max_rollback=4)
     if kind == "lookup":
         draft = generation.prompt_lookup(EIGHT)
     else:
@@ -99,8 +99,8 @@ def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
     ids=["groups of windows", "model"],
 )
 def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
-    model, six = load(name), dict(cells=160, sequences=6)
-    cache, state = prompted(model, BRANCHING, ids=ids, streams=streams, **six)
+    model, six = load_tiny(name), dict(cells=160, sequences=6)
+    cache, state = start_prompts(model, BRANCHING, ids=ids, streams=streams, **six)
     if kind == "lookup":
         tree, most = generation.prompt_lookup(BRANCHING, ngram=1, num_branches=3), 24 + 24
     else:
@@ -114,9 +114,9 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
 
 def test_tree_full_cache_leaves_other_sequences_alone():
     """The cells suffice for two of three branches, and run out in the middle of a draft."""
-    model = load("llama_tied")
+    model = load_tiny("llama_tied")
     forward, params = model.forward, model.params
-    cache, state = prompted(model, BRANCHING, cells=45, sequences=6)
+    cache, state = start_prompts(model, BRANCHING, cells=45, sequences=6)
     kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
     cache, *_ = jaxkv.prefill(forward, params, cache, kept)
     run = dict(cache=cache, state=state, num_tokens=24)
@@ -125,6 +125,8 @@ def test_tree_full_cache_leaves_other_sequences_alone():
     draft = generation.prompt_lookup(BRANCHING, ngram=1, num_branches=3)
     found, now, *_ = made = generation.speculate(forward, params, drafter=draft, **run)
     assert now.reason.tolist() == ended.reason.tolist() and made.num_accepted.sum() > 0
-    for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
+    for got, whole in zip(
+        list_texts(made), list_texts(wanted), strict=True
+    ):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]
-    assert ends(found, [2, 3, 4, 5]) == [0, -1, 0, 0]
+    assert last_of(found, [2, 3, 4, 5]) == [0, -1, 0, 0]

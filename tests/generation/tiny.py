@@ -10,63 +10,63 @@ import jaxkv
 import models
 from jaxkv import generation, make_batch
 from jaxkv.generation.filters import make_sampler
-from tests.helpers.caches import attention_cache, think
+from tests.helpers.caches import attention_cache, run_model
 
 DATA = Path(__file__).parent.parent / "data"
 BEST = make_sampler()
 CLOSE = dict(rtol=0, atol=2e-4)
 CHANCES = np.random.default_rng(1).dirichlet(np.ones(4), size=(2, 4)).astype(np.float32)
 
-load = functools.cache(lambda name: models.load(DATA / name))
+load_tiny = functools.cache(lambda name: models.load(DATA / name))
 
 
 def forward(params, step):
     del params
-    return think(step)
+    return run_model(step)
 
 
-def by_table(params, step):
+def table_model(params, step):
     """Return log-probabilities of the next token from a table, `[4, 4]`."""
     x = jnp.zeros((*step.valid.shape, 1, 1))
     step, _ = jaxkv.attend(step, 0, x, x, x)
     return step, jnp.log(params)[step.tokens.reshape(-1)[step.outputs]]
 
 
-def begun(cache, **options):
+def init_state(cache, **options):
     return generation.init_decode(cache, **options).state
 
 
-def decoded(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options):
+def decode(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options):
     options |= dict(num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens)
     return jaxkv.decode(forward, None, cache, state, **options)
 
 
-def speculated(drafter, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options):
+def speculate(drafter, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options):
     options |= dict(num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens)
     return generation.speculate(forward, None, cache, state, drafter=drafter, **options)
 
 
-def parity(state):
+def allow_parity(state):
     return jnp.arange(5) % 2 == state
 
 
-def other(state, token):
+def flip_parity(state, token):
     return 1 - token % 2
 
 
 def table_cache(texts, *, each=1):
-    """A cache of `by_table` in which each text has a stream of `each` sequences, and a token."""
+    """A cache of `table_model` in which each text has a stream of `each` sequences, and a token."""
     sizes = dict(cells=16, sequences=each * texts, streams=texts)
     cache = attention_cache(layers=1, kv_heads=1, head_dim=1, **sizes)
     batch = make_batch([[0]] * texts, sequences=np.arange(0, each * texts, each))
-    return jaxkv.prefill(by_table, CHANCES[0], cache, batch)[0]
+    return jaxkv.prefill(table_model, CHANCES[0], cache, batch)[0]
 
 
-def ends(cache, sequences):
+def last_of(cache, sequences):
     return cache.seq_pos_max(sequences).tolist()
 
 
-def texts(made):
+def list_texts(made):
     return [row[row >= 0].tolist() for row in np.asarray(made.tokens)]
 
 
@@ -75,7 +75,7 @@ def assert_sound(cache):
 
 
 def assert_chances(found, count, temperature=1.0):
-    """Compare counted texts of three tokens, `[4, 4, 4]`, with `by_table`: a chi-square test."""
+    """Compare counted texts of three tokens, `[4, 4, 4]`, with `table_model`: a chi-square test."""
     chances = CHANCES[0] ** (1 / temperature)
     chances = chances / chances.sum(axis=1, keepdims=True)
     wanted = count * chances[0][:, None, None] * chances[:, :, None] * chances[None]

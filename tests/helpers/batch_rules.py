@@ -48,7 +48,7 @@ class Plan:
         return not self.faults
 
 
-def numbered(batch: Iterable[Token], reached: Callable[[int], int]) -> list[Token]:
+def number_tokens(batch: Iterable[Token], reached: Callable[[int], int]) -> list[Token]:
     """Give each token without a position the one after the last of its sequence."""
     last: dict[int, int] = {}
     tokens = []

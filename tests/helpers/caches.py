@@ -6,7 +6,6 @@ A test of a property runs over `ALL_KINDS`: add a new kind there.
 import functools
 import inspect
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,8 +28,10 @@ from jaxkv.ops.storage.head_rows import split_rows_of_cells
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.ops.storage.storage import Stored
 from jaxkv.window import Window
-from tests.helpers.batch_rules import Side
-from tests.helpers.reference_cache import Content, Fault, Oracle, Place, Plan, Token
+from tests.helpers.batch_rules import Place
+from tests.helpers.oracles import Oracles
+from tests.helpers.reference_cache import Oracle
+from tests.helpers.reference_cells import Content
 
 LAYERS = 2
 HEADS = 2  # of keys and values; queries have twice as many
@@ -99,7 +100,7 @@ class Kind:
             return parts[0]
         return compose_hybrid_cache(*zip(parts, self.layers, strict=True))
 
-    def oracles(self) -> "Oracles":
+    def oracles(self) -> Oracles:
         sizes = (self.cells, self.sequences, self.streams, str(self.placement))
         windows = [window and (window.rule, window.width) for window in self.windows]
         return Oracles(Oracle(*sizes, window=window) for window in windows)
@@ -188,7 +189,7 @@ def plan_rows(cache: Any, tokens: Any, valid: Any, positions: Any = None) -> jax
 
 
 def _weights() -> dict[str, np.ndarray]:
-    """Make the constant weights of `think` on the CPU: an import must not initialise devices."""
+    """Make the weights of `run_model` on the CPU: an import must not initialise devices."""
     rng, width, narrow = np.random.default_rng(0), 2 * HEADS * SIZE, HEADS * SIZE
     shapes = {"embedding": (VOCABULARY, width)}
     sizes = {"q": width, "k": narrow, "v": narrow, "out": width}
@@ -202,7 +203,7 @@ WEIGHTS = _weights()
 
 
 @jax.jit
-def think(step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
+def run_model(step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
     """Run a tiny transformer; the step, and logits `[O, V]`."""
     x, heads = jnp.asarray(WEIGHTS["embedding"])[step.tokens], (*step.valid.shape, -1, SIZE)
     for layer in range(LAYERS):
@@ -215,24 +216,24 @@ def think(step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
 
 
 @jax.jit
-def advance(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+def run_ubatch(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
     """Run the tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
-    step, logits = think(jaxkv.apply(cache, ubatch))
+    step, logits = run_model(jaxkv.apply(cache, ubatch))
     return step.cache, logits
 
 
-def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, jax.Array]:
+def run_batch(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, jax.Array]:
     """Plan a batch that fits and run it; the cache, and logits in the order of the batch."""
     plan = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check()
     logits = []
     for ubatch in plan.ubatches:
-        cache, out = advance(cache, ubatch)
+        cache, out = run_ubatch(cache, ubatch)
         logits.append(out)
     return cache, plan.gather_outputs(logits)
 
 
 @functools.cache
-def filled(*counts: int, kind: Kind = SMALL) -> Any:
+def fill_cache(*counts: int, kind: Kind = SMALL) -> Any:
     """Make a cache with `counts` tokens of sequences 0, 1, 2 ..., buffers included.
 
     All tests share it; donating it is not allowed.
@@ -241,15 +242,15 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
     for seq, count in enumerate(counts):
         for start in range(0, count, 4):
             tokens = range(start + 1, min(start + 4, count) + 1)
-            cache, _ = run(cache, jaxkv.make_batch(tokens, sequences=seq))
+            cache, _ = run_batch(cache, jaxkv.make_batch(tokens, sequences=seq))
     return cache
 
 
-def updated(cache: Any) -> Any:
+def apply_update(cache: Any) -> Any:
     return jaxkv.apply(cache, jaxkv.init_update(cache))
 
 
-def drawn(cells: str, kind: Kind = SMALL) -> Any:
+def parse_cache(cells: str, kind: Kind = SMALL) -> Any:
     """Make a cache from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
 
     A third part, as in `7{0}+5`, is the pending shift. `|` separates streams, and omitted cells are
@@ -271,7 +272,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
 
 
 def drawing(cache: Any) -> str:
-    """Draw the cells of a cache as `drawn` reads them, each stream up to its last used cell."""
+    """Draw cells as `parse_cache` reads them, each stream up to its last used cell."""
     cells, lines = cells_of(cache.table), []
     for stream in range(cache.table.streams):
         used = [index for where, index in cells if where == stream]
@@ -347,76 +348,6 @@ def bits(array: Any) -> np.ndarray:
     return np.atleast_1d(np.asarray(array)).view(np.uint8)
 
 
-class Oracles(list[Side]):
-    """The oracles of the parts of a cache, and their combined results."""
-
-    def fork(self) -> "Oracles":
-        return Oracles(oracle.fork() for oracle in self)
-
-    def last(self, seq: int) -> int:
-        """The largest position that all parts have."""
-        return min(oracle.last(seq) for oracle in self)
-
-    def first(self, seq: int) -> int:
-        """The smallest position that all parts have; -1 if one is empty."""
-        found = [oracle.first(seq) for oracle in self]
-        return -1 if min(found) < 0 else max(found)
-
-    def reached(self, seq: int) -> int:
-        """The next position of a sequence minus 1."""
-        return max(oracle.reached(seq) for oracle in self)
-
-    def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
-        """Plan in every part: all faults by priority, and the ubatches of the parts.
-
-        If several ubatches free cells, sequences are added one by one, the smallest first, and stay
-        if the batch of those that stay has cells.
-        """
-        faults, plans = self._plan(tokens, ubatch_size)
-        counts_decide = all(one.window is None for one in self.cells())
-        one_ubatch = len(self[0].cut([*tokens], ubatch_size)) == 1
-        if all(plan.ok for plan in plans) or counts_decide or one_ubatch:
-            return faults, plans
-        asks = Counter(seq for token in tokens for seq in token.owners)
-        fits, lacks = set(), set()
-        for seq in sorted(set(asks) - set(faults), key=lambda seq: (asks[seq], seq)):
-            _, again = self._plan(only(tokens, {*fits, seq}), ubatch_size)
-            (fits if all(plan.ok for plan in again) else lacks).add(seq)
-        for seq in lacks:
-            stream = self[0].stream(seq)
-            taken = sum(asks[one] for one in fits if self[0].stream(one) == stream)
-            left = min(len(one.usable(stream)) for one in self.cells()) - taken
-            faults[seq] = Fault("OUT_OF_CELLS", asks[seq], max(left, 0))
-        return faults, [replace(plan, faults=faults) for plan in plans]
-
-    def cells(self) -> list[Oracle]:
-        """The oracles of the attention parts."""
-        return [oracle for oracle in self if isinstance(oracle, Oracle)]
-
-    def _plan(self, tokens: Sequence[Token], ubatch_size: int | None) -> tuple[dict, list[Plan]]:
-        options = dict(ubatch_size=ubatch_size, reached=self.reached)
-        plans = [oracle.plan(tokens, **options) for oracle in self]
-        # Each fault in this order is checked in all parts before the next one. A refused sequence
-        # is not checked further, and then no sequence gets cells.
-        of_order = "NOT_CONTIGUOUS POSITION_GAP DUPLICATE_POSITION DECREASING_POSITION DIVERGED"
-        faults: dict[int, Fault] = {}
-        for stage in (of_order.split(), ["SHIFT_PENDING"]):
-            for seq, fault in (pair for plan in plans for pair in plan.faults.items()):
-                if fault.reason in stage:
-                    faults.setdefault(seq, fault)
-        return faults, plans
-
-
-def only(tokens: Sequence[Token], kept: set[int]) -> list[Token]:
-    """The tokens of some sequences, as of `Batch.keep_sequences`."""
-    pairs = [(token, sorted(token.owners & kept)) for token in tokens]
-    return [
-        token._replace(sequence=owners[0], shared_with=tuple(owners[1:]))
-        for token, owners in pairs
-        if owners
-    ]
-
-
 def edit(verb: str, cache: Any, *args: Any) -> tuple[Any, Any]:
     """Call an edit by its name; the cache, and whether the edit was made.
 
@@ -433,7 +364,7 @@ def edit(verb: str, cache: Any, *args: Any) -> tuple[Any, Any]:
     return found
 
 
-def lost(tree: Any) -> Any:
+def delete_copy(tree: Any) -> Any:
     """A copy whose arrays are deleted, as donation does."""
     copy = jax.tree.map(jnp.copy, tree)
     jax.tree.map(lambda x: x.delete(), copy)

@@ -24,7 +24,7 @@ STATES = {"hash": ((), jnp.uint32), "trace": jax.ShapeDtypeStruct((2,), jnp.floa
 """The states of a layer: a hash of the tokens and their order, and a float."""
 
 
-def follow(state: dict[str, Any], token: Any, layer: int, xp: Any) -> dict[str, Any]:
+def update_state(state: dict[str, Any], token: Any, layer: int, xp: Any) -> dict[str, Any]:
     """Update a state with a token: exact in NumPy and in JAX."""
     number = token.astype(xp.uint32)
     x = token.astype(xp.float32)[..., None]
@@ -34,11 +34,11 @@ def follow(state: dict[str, Any], token: Any, layer: int, xp: Any) -> dict[str, 
     }
 
 
-def replay(history: Sequence[int], layer: int) -> dict[str, np.ndarray]:
+def state_after(history: Sequence[int], layer: int) -> dict[str, np.ndarray]:
     """Compute the state after a history of tokens."""
     state = {"hash": np.zeros(1, np.uint32), "trace": np.zeros((1, 2), np.float32)}
     for token in history:
-        state = follow(state, np.array([token]), layer, np)
+        state = update_state(state, np.array([token]), layer, np)
     return {name: value[0] for name, value in state.items()}
 
 
@@ -57,7 +57,7 @@ def compute(step: jaxkv.Step, kinds: str = "rr") -> tuple[jaxkv.Step, list[dict]
 
             def recur(state: dict, column: tuple, layer: int = layer) -> tuple[dict, dict]:
                 token, valid = column
-                after = follow(state, token, layer, jnp)
+                after = update_state(state, token, layer, jnp)
                 mask = {"hash": valid, "trace": valid[:, None]}
                 state = {n: jnp.where(mask[n], after[n], state[n]) for n in state}
                 return state, state
@@ -76,18 +76,18 @@ def compute(step: jaxkv.Step, kinds: str = "rr") -> tuple[jaxkv.Step, list[dict]
 
 
 @partial(jax.jit, static_argnames="kinds")
-def walk(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
+def run_ubatch(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
     step, passed = compute(jaxkv.apply(cache, ubatch), kinds)
     return step.cache, passed
 
 
-def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "rr") -> Any:
+def run_batch(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "rr") -> Any:
     for ubatch in jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check().ubatches:
-        cache, _ = walk(cache, ubatch, kinds)
+        cache, _ = run_ubatch(cache, ubatch, kinds)
     return cache
 
 
-def planned(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
+def plan_tokens(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
     sequences = cache.table.spec.sequences
     table = np.zeros((2, sequences, caches.WIDTH), np.int32)
@@ -97,9 +97,9 @@ def planned(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     return ubatch
 
 
-def tell(cache: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
+def run_rows(cache: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
     """Run tokens for sequences 0, 1, 2, at most WIDTH each, that fit; all at once."""
-    return walk(cache, planned(cache, *rows), kinds)[0]
+    return run_ubatch(cache, plan_tokens(cache, *rows), kinds)[0]
 
 
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
@@ -108,7 +108,7 @@ def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -
     return caches.recurrent_cache(layers, STATES, **sizes)
 
 
-def kept_of(cache: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
+def stored_states(cache: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
     """List the stored states of each sequence: positions, and the bytes of all layers."""
     table: States = cache.table
     position, cell = np.asarray(table.position), np.asarray(table.cell)
@@ -124,7 +124,7 @@ def kept_of(cache: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
     }
 
 
-def begins_of(table: States) -> dict[int, list[int]]:
+def first_positions(table: States) -> dict[int, list[int]]:
     """List `first_position` of the stored states of each sequence."""
     first, cell = np.asarray(table.first_position), np.asarray(table.cell)
     return {
@@ -133,14 +133,14 @@ def begins_of(table: States) -> dict[int, list[int]]:
     }
 
 
-def states_of(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
+def list_states(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
     """List positions and bytes of a sequence's states, in a cache without attention."""
-    return kept_of(cache)[seq]
+    return stored_states(cache)[seq]
 
 
-def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:
-    """The bytes of a history's state in each layer, as `kept_of` lists them."""
-    return tuple(x.tobytes() for x in jax.tree.leaves([replay(history, i) for i in layers]))
+def state_bytes(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:
+    """The bytes of a history's state in each layer, as `stored_states` lists them."""
+    return tuple(x.tobytes() for x in jax.tree.leaves([state_after(history, i) for i in layers]))
 
 
 @dataclass(frozen=True)
@@ -203,20 +203,20 @@ class Twin(reference_caches.Twin):
             super().compare_part(part, layers, oracle)
             return
         expected = {
-            seq: [(s.position, bytes_of(s.history, layers)) for s in states]
+            seq: [(s.position, state_bytes(s.history, layers)) for s in states]
             for seq, states in oracle.states.items()
         }
-        assert kept_of(part) == expected, jaxkv.show(self.cache)
+        assert stored_states(part) == expected, jaxkv.show(self.cache)
         begins = {seq: [s.begin for s in states] for seq, states in oracle.states.items()}
-        assert begins_of(part.table) == begins, jaxkv.show(self.cache)
+        assert first_positions(part.table) == begins, jaxkv.show(self.cache)
 
     def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run the model; outputs of attention are not compared."""
-        cache, _ = walk(cache, ubatch, self.kinds)
+        cache, _ = run_ubatch(cache, ubatch, self.kinds)
         return cache, [], []
 
 
-def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
+def make_filled_twin(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
     """Make a twin with `counts` tokens of sequences 0, 1, ..."""
     twin = Twin(kept=kept, **options)
     counts = list(counts)

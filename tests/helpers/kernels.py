@@ -33,7 +33,7 @@ def compiled(platform, function, *shapes, donate=()):
     return traced.lower(lowering_platforms=(platform,)).compile()
 
 
-def lying_on(devices):
+def place_shapes(devices):
     """A function from shape and dtype to an array on the first of some devices."""
     where = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), P())
     return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 import jaxkv
 from tests.helpers import caches
 from tests.helpers.caches import Kind
-from tests.helpers.pods import RULES, placed  # noqa: F401
+from tests.helpers.pods import RULES, place_on_mesh  # noqa: F401
 
 
 def mesh_of(mode=AxisType.Auto, **axes):
@@ -23,7 +23,7 @@ class OnMesh(Kind):
     axes: tuple[tuple[str, int], ...] = ()
 
     def make(self, rope=caches.ROPE):
-        return placed(super().make(rope))
+        return place_on_mesh(super().make(rope))
 
 
 near = jaxkv.Window.sliding(3)

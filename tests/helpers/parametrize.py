@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 
-def in_lanes(cases: Iterable[Any], fast: Sequence[Any] = (), core: Sequence[Any] = ()) -> list[Any]:
-    """Return the cases of a test, each in its lane: `nightly` where it is in neither list."""
+def mark_cases(
+    cases: Iterable[Any], fast: Sequence[Any] = (), core: Sequence[Any] = ()
+) -> list[Any]:
+    """Mark the cases of a test: those in neither list as `nightly`."""
     cases = list(cases)
     missing = [one for one in [*fast, *core] if one not in cases]
     assert not missing, f"expected some of {cases}, got {missing}"

@@ -140,7 +140,7 @@ class Pod:
         return traced.lower(lowering_platforms=(platform,))
 
 
-def placed(cache, rules=RULES):
+def place_on_mesh(cache, rules=RULES):
     """The same cache on the current mesh, which several processes may share."""
     table, buffers = cache.table, cache.buffers
     cache = merge(table.with_sharding_rules(rules), buffers)

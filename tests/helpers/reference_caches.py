@@ -1,4 +1,4 @@
-"""A cache and its oracles, edited by the same verbs and compared."""
+"""A cache and its oracles, changed by the same edits and compared."""
 
 import functools
 import random
@@ -9,14 +9,14 @@ import numpy as np
 
 import jaxkv
 from tests.helpers import caches
-from tests.helpers.batch_rules import Fault, Part, Token, numbered
+from tests.helpers.batch_rules import Fault, Part, Token, number_tokens
 from tests.helpers.caches import HEADS, Kind, Oracles, assert_identical, cells_of, edit, plan_rows
 from tests.helpers.reference_cache import Oracle
-from tests.helpers.steps import settle
+from tests.helpers.steps import apply_plan
 
 
 class Twin:
-    """A cache and the oracles of its parts, edited by the same verbs, compared after each.
+    """A cache and the oracles of its parts, changed by the same edits, compared after each.
 
     in_rows: a batch is planned as one ubatch, with a row of WIDTH tokens for each sequence, which
       is one shape for any batch; otherwise it is split into ubatches of 4.
@@ -74,7 +74,7 @@ class Twin:
             split_by = "equal" if self.kind.streams > 1 else None  # as llama.cpp
             plan = jaxkv.init_batch(self.cache, batch, ubatch_size=4, split_by=split_by)
         else:
-            plan = plan_rows(self.cache, *self.rows(numbered(tokens, self.oracles.reached)))
+            plan = plan_rows(self.cache, *self.rows(number_tokens(tokens, self.oracles.reached)))
         expected, plans = self.oracles.plan(tokens, ubatch_size=4 if in_parts else None)
         answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
         faults = {
@@ -179,7 +179,7 @@ class Twin:
         assert not owner
 
     def after(self, verb: str, *args: Any) -> tuple[Oracles | None, set[str]]:
-        """The oracles after a verb, None if one refuses; and the reasons for a refusal.
+        """The oracles after an edit, None if one refuses; and the reasons for a refusal.
 
         The oracles of the twin do not change.
         """
@@ -229,7 +229,7 @@ class Twin:
 
     def update(self) -> None:
         plan = jaxkv.init_update(self.cache)
-        self.cache = settle(self.cache, plan)
+        self.cache = apply_plan(self.cache, plan)
         assert plan.num_changes.item() == sum(oracle.update() for oracle in self.oracles)
 
     def defrag(self, max_moves: int | None = None) -> None:
@@ -245,7 +245,7 @@ class Twin:
                 assert [*map(tuple, arrays[: len(moves)].tolist())] == moves
                 assert not arrays[len(moves) :, 2].any()
                 oracle.defrag(moves, stream)
-        self.cache = settle(self.cache, plan)
+        self.cache = apply_plan(self.cache, plan)
 
     def rewind(self, past: tuple[Any, Oracles]) -> bool:
         """Return to the table of a past on both sides, if both allow it."""
@@ -265,12 +265,12 @@ class Twin:
 
 
 @functools.cache
-def lived_in(kind: Kind, seed: int = 0) -> Any:
+def make_edited(kind: Kind, seed: int = 0) -> Any:
     """All tests share the cache; donating it is not allowed."""
-    return live(Twin(kind), seed)
+    return edit_randomly(Twin(kind), seed)
 
 
-def live(twin: Twin, seed: int) -> Any:
+def edit_randomly(twin: Twin, seed: int) -> Any:
     """Return the cache after a short random run: holes, forks, several sequences, old keys."""
     rng, ids = random.Random(seed), range(twin.kind.sequences)
     for _ in range(4):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.helpers.batch_rules import Part, Plan, Side, Token, in_range, numbered
+from tests.helpers.batch_rules import Part, Plan, Side, Token, in_range, number_tokens
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Histories(Side):
         return True
 
     def refusal(self, verb: str) -> str:
-        """The reason of a refused verb."""
+        """The reason of a refused edit."""
         return "POSITION_OUT_OF_RANGE" if verb == "seq_add" else "STATE_NOT_STORED"
 
     def has_lost(self, stream: int) -> bool:
@@ -215,7 +215,7 @@ class Histories(Side):
 
     def plan(self, batch: Sequence[Token], *, ubatch_size: int | None, **known: Any) -> Plan:
         """Check a batch; cells never run out. `known` goes to `Side.faults`."""
-        batch = numbered(batch, known["reached"])
+        batch = number_tokens(batch, known["reached"])
         plan, after = Plan(faults=self.faults(batch, **known)), self.fork()
         for tokens in self.cut(batch, ubatch_size) if plan.ok else []:
             plan.parts.append(Part([((0, 0), token) for token in tokens], after.digests(tokens)))

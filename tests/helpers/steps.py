@@ -1,16 +1,31 @@
 """Steps without a model: tables with the tokens of a plan, and keys and states of zeros."""
 
 import jax.numpy as jnp
+import numpy as np
 
 import jaxkv
 from jaxkv.cache import merge
 from jaxkv.ops.storage.latent import ValueSlice
 
 
-def settle(cache, plan, **options):
+def apply_plan(cache, plan, **options):
     """Apply a plan; for a batch, store its tokens in the table alone, without keys or states."""
     after = jaxkv.apply(cache, plan, **options)
     return merge(after.table, after.buffers) if isinstance(after, jaxkv.Step) else after
+
+
+def apply_batch(cache, *args, **options):
+    """Store the tokens of a batch that fits, with the arguments of `make_batch`."""
+    return apply_plan(cache, jaxkv.init_batch(cache, jaxkv.make_batch(*args, **options)).check())
+
+
+def add_tokens(cache, tokens, seq=0, *, each=4):
+    """Store tokens of a sequence in the table alone, `each` in a plan, which needs one program."""
+    for start in range(0, len(tokens), each):
+        part = list(tokens[start : start + each])
+        valid = np.arange(each) < len(part)
+        cache = apply_batch(cache, part + [0] * (each - len(part)), sequences=seq, valid=valid)
+    return cache
 
 
 def write_zeros(params, step):

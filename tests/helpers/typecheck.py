@@ -25,23 +25,23 @@ SHAPES = tuple(f"{name}[" for name in DTYPES.split())
 MARK = "_checked_types"
 
 
-def checked(function):
+def check_calls(function):
     """Check arguments and results of a function by its annotations, from its first call on."""
-    told = []
+    wrapped = []
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         if jax.config.jax_disable_jit:  # arrays of programs then come from callers
             return function(*args, **kwargs)
-        if not told:
+        if not wrapped:
             names = {**function.__globals__, **_guarded(function.__module__), "Self": object}
             function.__annotations__ = {
                 name: eval(text, names) if isinstance(text, str) else text
                 for name, text in function.__annotations__.items()
             }
-            told.append(jaxtyping.jaxtyped(function, typechecker=beartype.beartype))
+            wrapped.append(jaxtyping.jaxtyped(function, typechecker=beartype.beartype))
         try:
-            return told[0](*args, **kwargs)
+            return wrapped[0](*args, **kwargs)
         except jaxtyping.TypeCheckError as error:
             if "checking the parameters" in str(error):
                 function(*args, **kwargs)  # raises its own error, or the annotation does

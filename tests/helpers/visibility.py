@@ -6,7 +6,7 @@ import numpy as np
 from jaxkv.ops.attention.visibility import Visibility
 
 
-def sight_of_mask(mask, streams, count):
+def make_visibility(mask, streams, count):
     """A `Visibility` of `count` streams for a mask `[P, T, N]`; lists share none."""
     mask, streams = np.asarray(mask), np.asarray(streams, np.int32)
     lists, tokens, cells = mask.shape

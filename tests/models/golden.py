@@ -11,7 +11,7 @@ _FOLDER = Path(__file__).resolve().parent.parent / "data" / "golden"
 
 
 @functools.cache
-def golden(name: str) -> Any:
+def read_golden(name: str) -> Any:
     return json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 

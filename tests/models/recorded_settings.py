@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Variant:
     """A folder and its result in transformers.
 
-    - `logits`: `[48, 8]` (T5 `[28, 8]`), see `projected`; None if transformers raises.
+    - `logits`: `[48, 8]` (T5 `[28, 8]`), see `project_logits`; None if transformers raises.
     - `refused`: type and first line of the exception; None for a model with logits.
     - `at`: what raises: "config", "model" or "forward"; None for a model with logits.
     """
@@ -81,7 +81,7 @@ def random_tensors(shapes: Shapes) -> dict[str, np.ndarray]:
     return {name: random_tensor(name, shape) for name, shape in shapes.items()}
 
 
-def projected(logits: np.ndarray) -> np.ndarray:
+def project_logits(logits: np.ndarray) -> np.ndarray:
     """Return `[n, 8]` numbers for logits `[n, vocab]`."""
     vectors = np.random.default_rng(2).normal(size=(8, logits.shape[1]))
     return (logits @ vectors.T * logits.shape[1] ** -0.5).astype(np.float32)

@@ -39,20 +39,20 @@ def speaker():
 
 
 @pytest.fixture(scope="session")
-def twice(speaker):
-    """A chat of two turns; `copied` before a test continues it, which donates its cache."""
-    return said(speaker, speaker.begin(conversations=3, cells=CELLS), "One", "Two")
+def two_turns(speaker):
+    """A chat of two turns; `copy_chat` before a test continues it, which donates its cache."""
+    return say(speaker, speaker.begin(conversations=3, cells=CELLS), "One", "Two")
 
 
-def said(speaker, chat, *messages, **options):
+def say(speaker, chat, *messages, **options):
     for message in messages:
         chat = speaker.answer(speaker.ask(chat, message), **options)
     return chat
 
 
-def copied(chat):
+def copy_chat(chat):
     return replace(chat, cache=jax.tree.map(jnp.copy, chat.cache))
 
 
 def next_answer(speaker, chat):
-    return said(speaker, copied(chat), "And then").now.turns[-1].answer
+    return say(speaker, copy_chat(chat), "And then").now.turns[-1].answer

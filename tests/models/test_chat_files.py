@@ -12,26 +12,26 @@ from models.chat import chat as edits
 from models.chat.conversation import ChatError
 from models.chat.saved import load, save
 from models.fingerprint import fingerprint
-from tests.models.speaking import CELLS, copied, next_answer, said
+from tests.models.speaking import CELLS, copy_chat, next_answer, say
 
 pytestmark = pytest.mark.core
 
 
-def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path):
-    chat = edits.fork(copied(twice), "b")
+def test_load_saved_chat_goes_on_with_nothing_computed(speaker, two_turns, tmp_path):
+    chat = edits.fork(copy_chat(two_turns), "b")
     path = tmp_path / "chat.safetensors"
     save(path, chat, speaker.model)
     loaded = load(path, speaker.begin(conversations=3, cells=CELLS), speaker.model)
     assert (loaded.conversations, loaded.current) == (chat.conversations, "main")
-    assert loaded.computed == 0 and loaded.num_cached == twice.num_cached
-    assert next_answer(speaker, loaded) == next_answer(speaker, twice)
-    undone, _ = edits.undo(said(speaker, loaded, "3" * 20))
+    assert loaded.computed == 0 and loaded.num_cached == two_turns.num_cached
+    assert next_answer(speaker, loaded) == next_answer(speaker, two_turns)
+    undone, _ = edits.undo(say(speaker, loaded, "3" * 20))
     save(tmp_path / "undone", undone, speaker.model)  # fits into fewer cells and sequences
     few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
     assert few.now == undone.now and few.num_cached == undone.num_cached and not few.store.prompts
     info = snapshot.inspect(path)
     assert info.model_id == fingerprint(speaker.model)
-    assert info.sequences == (0, 1, *(text.sequence for text in twice.store.prompts))
+    assert info.sequences == (0, 1, *(text.sequence for text in two_turns.store.prompts))
 
 
 def test_fingerprint_other_weights_differ(speaker):
@@ -41,8 +41,8 @@ def test_fingerprint_other_weights_differ(speaker):
     assert fingerprint(same) == fingerprint(model) != fingerprint(other)
 
 
-def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
-    chat, path = copied(twice), tmp_path / "chat.safetensors"
+def test_load_other_files_raises_and_changes_nothing(speaker, two_turns, tmp_path):
+    chat, path = copy_chat(two_turns), tmp_path / "chat.safetensors"
     save(path, edits.fork(edits.fork(chat, "b"), "c"), speaker.model)
 
     def refused(message, *, chat=chat, model=speaker.model, path=path):
@@ -65,7 +65,7 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
     refused("cannot be loaded: expected a snapshot", path=tmp_path / "cut")
     (tmp_path / "bent").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     refused("cannot be loaded: expected .* with the checksum", path=tmp_path / "bent")
-    assert next_answer(speaker, chat) == next_answer(speaker, twice)
+    assert next_answer(speaker, chat) == next_answer(speaker, two_turns)
     with pytest.raises(ChatError, match="cannot be written"):
         save(tmp_path / "none" / "chat", chat, speaker.model)
 
@@ -77,11 +77,11 @@ LIES = [{"sequence": "0"}, {"turns": [{}]}, {"system": []}, {"gap": -1}, {"frame
 LIES += [{"turns": [TURN | one]} for one in ({"start": 9}, {"finish": "tired"}, {"message": 7})]
 
 
-def test_load_notes_that_lie_raises(speaker, twice, tmp_path):
+def test_load_notes_that_lie_raises(speaker, two_turns, tmp_path):
     for i, one in enumerate([*(ONE | lie for lie in LIES), {}, None]):
         notes = NOTES | {"conversations": {"main": one}}
         tokens, mark = {0: [1, 2, 3]}, fingerprint(speaker.model)
         beside = dict(tokens=tokens, model_id=mark, notes=notes)
-        snapshot.save(twice.cache, path=tmp_path / f"{i}", **beside)
+        snapshot.save(two_turns.cache, path=tmp_path / f"{i}", **beside)
         with pytest.raises(ChatError, match="cannot be loaded"):
-            load(tmp_path / f"{i}", twice, speaker.model)
+            load(tmp_path / f"{i}", two_turns, speaker.model)

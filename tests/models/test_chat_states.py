@@ -10,7 +10,7 @@ from models.chat.conversation import ChatError
 from models.chat.room import cells_of, slide
 from models.chat.saved import load, save
 from models.chat.speaker import Speaker
-from tests.models.speaking import CELLS, copied, said, tiny
+from tests.models.speaking import CELLS, copy_chat, say, tiny
 
 
 @pytest.mark.nightly
@@ -19,13 +19,13 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
     speaker = Speaker(model=tiny(name), max_tokens=4, ubatch_size=16)
     chat = speaker.begin(conversations=2, cells=900, holders=6, system="s" * 40)
     for i in range(20):
-        chat = said(speaker, chat, f"Turn {i}")
+        chat = say(speaker, chat, f"Turn {i}")
     assert chat.computed == chat.num_cached == len(chat.now.tokens) - 1 and chat.reused == 0
-    chat = said(speaker, edits.drop(chat, "main"), "You")
+    chat = say(speaker, edits.drop(chat, "main"), "You")
     assert chat.spent.prompt_tokens <= chat.now.turns[0].asked - chat.now.frame.keep
     chat = edits.drop(chat, "main")
     for letter in "1234":
-        chat = said(speaker, chat, letter * 150)
+        chat = say(speaker, chat, letter * 150)
     before, answers = chat.computed, [turn.answer for turn in chat.now.turns]
     chat, why = edits.retract_answer(chat)
     assert why == "" and chat.num_cached == len(chat.now.tokens) - 1
@@ -35,7 +35,7 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
         for _ in range(turns):
             chat, why = edits.undo(chat)
             assert why == "" and chat.num_cached >= len(chat.now.tokens) - 1
-        chat = said(speaker, chat, str(5 - turns) * 150)
+        chat = say(speaker, chat, str(5 - turns) * 150)
         assert chat.spent.prompt_tokens == 1  # that message was kept too
         assert [turn.answer for turn in chat.now.turns] == answers[: 5 - turns]
     assert chat.computed == before + 3 * 4  # three answers, and the token before each
@@ -45,16 +45,16 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
     assert why == "" and back.num_cached >= len(back.now.tokens) - 1
     chat, why = edits.undo(edits.undo(chat)[0])  # further than the holders
     assert "a window of 12 are evicted" in why or "removed from a recurrent state" in why
-    assert said(speaker, chat, "2" * 150).now.turns[-1].answer == answers[1]
+    assert say(speaker, chat, "2" * 150).now.turns[-1].answer == answers[1]
 
 
 @pytest.mark.nightly
 def test_undo_window_recomputes_without_what_was_forgotten():
     speaker = Speaker(model=tiny("gemma3"), max_tokens=4, ubatch_size=16)
     begun = speaker.begin(conversations=2, cells=900, holders=6, system="sys")
-    chat = slide(said(speaker, copied(begun), "1" * 30, "2" * 30))
+    chat = slide(say(speaker, copy_chat(begun), "1" * 30, "2" * 30))
     for letter in "34567":
-        chat = said(speaker, chat, letter * 150)
+        chat = say(speaker, chat, letter * 150)
     for _ in range(4):
         chat, _ = edits.undo(chat)
     now = chat.now
@@ -69,17 +69,17 @@ def test_undo_window_recomputes_without_what_was_forgotten():
 @pytest.mark.nightly
 def test_undo_full_cache_of_states_goes_back_to_kept():
     stateful = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
-    chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
-    again, why = edits.retract_answer(said(stateful, copied(chat), "Two"))
+    chat = say(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
+    again, why = edits.retract_answer(say(stateful, copy_chat(chat), "Two"))
     assert why == "" and again.num_cached == chat.num_cached  # a short message is one pass too
-    chat = said(stateful, chat, "2" * 30)
-    full = said(stateful, copied(chat), "3" * 30)
+    chat = say(stateful, chat, "2" * 30)
+    full = say(stateful, copy_chat(chat), "3" * 30)
     assert full.now.turns[-1].finish == "full"
     back, why = edits.undo(full)
     assert why == "" and back.now == chat.now
     chat, _ = edits.undo(chat)
     assert cells_of(chat.cache)[0] > cells_of(chat.without_prefixes)[0] + 20
-    chat = said(stateful, chat, "4" * 30)
+    chat = say(stateful, chat, "4" * 30)
     assert chat.now.turns[-1].finish == "length" and cells_of(chat.cache)[0] <= CELLS
 
 

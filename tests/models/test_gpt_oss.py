@@ -16,7 +16,7 @@ from models.checkpoints import mxfp4
 from models.checkpoints.gguf import gpt_oss
 from models.checkpoints.gguf.file import convert_tensors
 from models.checkpoints.tensor import Tensor
-from tests.models.tiny_files import DATA, config_at, fields_of, written
+from tests.models.tiny_files import DATA, config_at, fields_of, write_tensors
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
 PLAIN = load_file(DATA / "gpt_oss_mxfp4" / "model.safetensors")
@@ -127,7 +127,7 @@ def write_gguf(path, checkpoint, kind):
         "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
     }
     metadata = {f"gpt-oss.{key}": value for key, value in fields.items()}
-    return written(path, "gpt-oss", metadata, tensors)
+    return write_tensors(path, "gpt-oss", metadata, tensors)
 
 
 def test_gguf_half_without_the_other_raises():

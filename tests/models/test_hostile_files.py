@@ -15,9 +15,9 @@ import pytest
 
 import jaxkv
 import models
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 from tests.models.tiny_files import DATA, FIELDS, VOCAB, tiny_tensors, write_folder, write_gguf
-from tests.snapshot.saved import changed
+from tests.snapshot.saved import damage
 
 FOLDERS = sorted(path.parent for path in DATA.glob("*/config.json"))
 TENSORS = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
@@ -41,11 +41,11 @@ SENTENCEPIECE = METADATA | {
 }
 GROWTH = 2**31
 SEEDS = [(range(8), False), (range(8, 60), False), (range(60, 360), True)]
-LANES = in_lanes(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2])
+LANES = mark_cases(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2])
 """Bound of the process's growth in bytes for a case; arrays of bad sizes took 3 GB."""
 
 
-def mutated(values, rng, added=None):
+def mutate(values, rng, added=None):
     """A tree of dicts and lists with one to three of its values changed, at any depth."""
     values = copy.deepcopy(values)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -68,7 +68,7 @@ def mutated(values, rng, added=None):
     return values
 
 
-def outcome(path, deep):
+def load_outcome(path, deep):
     """Return "model" or "refused"; other exceptions are raised."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -92,21 +92,21 @@ def outcome(path, deep):
 
 def config_case(here, rng):
     folder = rng.choice(FOLDERS)
-    config = mutated(json.loads((folder / "config.json").read_text()), rng, ADDED)
+    config = mutate(json.loads((folder / "config.json").read_text()), rng, ADDED)
     (here / "model.safetensors").symlink_to(folder / "model.safetensors")
     (here / "config.json").write_text(json.dumps(config))
     return here
 
 
 def metadata_case(here, rng):
-    metadata = mutated(rng.choice([METADATA, SENTENCEPIECE]), rng)
+    metadata = mutate(rng.choice([METADATA, SENTENCEPIECE]), rng)
     return write_gguf(here / "tiny.gguf", TENSORS, fields=metadata, base={})
 
 
 def gguf_case(here, rng):
     metadata = rng.choice([METADATA, SENTENCEPIECE])
     path = write_gguf(here / "tiny.gguf", TENSORS, fields=metadata)
-    path.write_bytes(changed(path.read_bytes(), rng, gguf.GGUFReader(path).data_offset))
+    path.write_bytes(damage(path.read_bytes(), rng, gguf.GGUFReader(path).data_offset))
     return path
 
 
@@ -115,9 +115,9 @@ def safetensors_case(here, rng):
     data = path.read_bytes()
     stop = 8 + int.from_bytes(data[:8], "little")
     if rng.random() < 0.5:
-        data = changed(data, rng, stop)
+        data = damage(data, rng, stop)
     else:
-        header = json.dumps(mutated(json.loads(data[8:stop]), rng)).encode()
+        header = json.dumps(mutate(json.loads(data[8:stop]), rng)).encode()
         data = len(header).to_bytes(8, "little") + header + data[stop:]
     path.write_bytes(data)
     return here
@@ -126,8 +126,8 @@ def safetensors_case(here, rng):
 def test_load_of_untouched_files_is_a_model(tmp_path):
     for metadata in (METADATA, SENTENCEPIECE):
         path = write_gguf(tmp_path / "tiny.gguf", TENSORS, fields=metadata)
-        assert outcome(path, True) == "model"
-    assert outcome(write_folder(tmp_path / "folder", TENSORS), True) == "model"
+        assert load_outcome(path, True) == "model"
+    assert load_outcome(write_folder(tmp_path / "folder", TENSORS), True) == "model"
 
 
 @pytest.mark.parametrize(("seeds", "deep"), LANES, ids=str)
@@ -138,7 +138,7 @@ def test_load_of_damaged_file_is_a_sentence_or_a_model(case, seeds, deep, tmp_pa
         here = tmp_path / str(seed)
         here.mkdir()
         try:
-            found[outcome(case(here, random.Random(seed)), deep)] += 1
+            found[load_outcome(case(here, random.Random(seed)), deep)] += 1
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
     assert found["refused"] > len(seeds) / 4, found

@@ -14,7 +14,7 @@ from models.cli.main import main
 from models.costs import abstract_mesh, costs_of, most_sequences
 from models.meshes import RULES, make_mesh
 from models.model import load_shapes, on_mesh
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 from tests.models.tiny_files import DATA
 
 NAMES = ["granite_hybrid", "gemma3", "llama_tied", "recurrent_gemma"]
@@ -29,24 +29,24 @@ def bytes_on_a_device(tree):
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
-@pytest.mark.parametrize("name", in_lanes(NAMES, fast=NAMES[:1], core=NAMES[1:2]))
+@pytest.mark.parametrize("name", mark_cases(NAMES, fast=NAMES[:1], core=NAMES[1:2]))
 def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
     sizes = {"sequences": 4, "streams": 2, "cells": 64}
     options = [str(x) for one, size in sizes.items() for x in (f"--{one}", size)]
     plan = ["plan", "--model", str(DATA / name), "--json", "--mesh", "data=2,tensor=2", *options]
     assert main(plan) == 0
-    told = json.loads(capsys.readouterr().out)
-    model = models.load(DATA / name, mesh=make_mesh(told["mesh"]), rules=RULES)
+    printed = json.loads(capsys.readouterr().out)
+    model = models.load(DATA / name, mesh=make_mesh(printed["mesh"]), rules=RULES)
     table, buffers = split(model.make_cache(**sizes))
-    assert told["cache"] == sizes
-    assert told["weights"] == sum(x.size for x in jax.tree.leaves(model.params))
-    assert told["layout"]["params"] == bytes_on_a_device(model.params)
-    assert told["layout"]["table"] == bytes_on_a_device(table)
-    assert told["layout"]["buffers"] == bytes_on_a_device(buffers)
-    assert told["layout"]["total"] == sum(map(bytes_on_a_device, (model.params, table, buffers)))
-    assert sum(part["on_device"] for part in told["parts"]) == told["layout"]["buffers"]
-    assert sum(part["layers"] for part in told["parts"]) == table.num_layers(buffers)
-    assert set(told["whole"]) == set(model.whole_weights().values())
+    assert printed["cache"] == sizes
+    assert printed["weights"] == sum(x.size for x in jax.tree.leaves(model.params))
+    assert printed["layout"]["params"] == bytes_on_a_device(model.params)
+    assert printed["layout"]["table"] == bytes_on_a_device(table)
+    assert printed["layout"]["buffers"] == bytes_on_a_device(buffers)
+    assert printed["layout"]["total"] == sum(map(bytes_on_a_device, (model.params, table, buffers)))
+    assert sum(part["on_device"] for part in printed["parts"]) == printed["layout"]["buffers"]
+    assert sum(part["layers"] for part in printed["parts"]) == table.num_layers(buffers)
+    assert set(printed["whole"]) == set(model.whole_weights().values())
 
 
 def test_costs_of_cache_dtype_equal_those_of_cache():

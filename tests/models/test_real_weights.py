@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.models.golden import check_logits, golden
+from tests.models.golden import check_logits, read_golden
 
 # The tolerance of logits, and the lead that a token needs to be the same in any rounding.
 WITHIN = {"smollm2": 1e-3, "gemma3": 3e-2}
@@ -17,7 +17,7 @@ SURE = {"smollm2": 2e-3, "gemma3": 3e-2}
 
 def test_smollm2_generates_recorded_tokens(smollm2):
     """The greedy tokens after a prompt; not in a loop, which would be compiled."""
-    record = golden("models")["smollm2"][1]
+    record = read_golden("models")["smollm2"][1]
     tokens = record["tokens"] + record["greedy"][:3]
     batch = jaxkv.make_batch(tokens, outputs=np.ones(len(tokens), bool))
     cache = smollm2.make_cache(cells=64)
@@ -32,7 +32,7 @@ def test_smollm2_generates_recorded_tokens(smollm2):
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_texts_have_recorded_logits_and_tokens(request, name):
     model = request.getfixturevalue(name)
-    for record in golden("models")[name]:
+    for record in read_golden("models")[name]:
         tokens, greedy = record["tokens"] + record["greedy"], np.array(record["greedy"])
         outputs = np.arange(len(tokens)) >= len(record["tokens"]) - 1
         cache = model.make_cache(cells=1280, ubatch_size=64)
@@ -47,7 +47,7 @@ def test_texts_have_recorded_logits_and_tokens(request, name):
 @pytest.mark.nightly
 def test_smollm2_in_half_precision_stays_close(smollm2):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), smollm2.params)
-    record = golden("models")["smollm2"][0]
+    record = read_golden("models")["smollm2"][0]
     cache = smollm2.make_cache(cells=64, dtype=jnp.bfloat16)
     batch = jaxkv.make_batch(record["tokens"])
     _, logits, *_ = jaxkv.prefill(smollm2.forward, params, cache, batch)
@@ -72,7 +72,7 @@ def test_perplexity_of_a_long_text_matches_recorded(
     request, name, dtype, streams, full_windows, ubatch_size, within
 ):
     """Logits of the whole text would be 1.6 GB, so only the losses leave the device."""
-    record, model = golden("models")[f"{name}_nll"], request.getfixturevalue(name)
+    record, model = read_golden("models")[f"{name}_nll"], request.getfixturevalue(name)
     tokens = np.asarray(record["tokens"], np.int32)
     options = dict(cells=1536, sequences=streams, streams=streams, ubatch_size=ubatch_size)
     cache = model.make_cache(full_windows=full_windows, dtype=dtype, **options)

@@ -71,7 +71,7 @@ def logits_of(folder):
         cache = jaxkv.encode(model.encoder, model.params, cache, source)[0]
     batch = jaxkv.make_batch(tokens, outputs=np.ones(len(tokens), bool))
     logits = jaxkv.prefill(model.forward, model.params, cache, batch).logits
-    return recorded.projected(np.asarray(logits, np.float64))
+    return recorded.project_logits(np.asarray(logits, np.float64))
 
 
 def difference(case, files, folder, texts=None):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from tests.models.tiny_files import DATA, fields_of, interleaved, written
+from tests.models.tiny_files import DATA, fields_of, interleave, write_tensors
 
 ARCHITECTURES = {
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
@@ -40,7 +40,7 @@ def all_fields_of(config):
     return fields
 
 
-def multiplied(name, array, config):
+def multiply(name, array, config):
     """A tensor of Falcon-H1 with the multipliers of the config in it."""
     c = config
     shared, heads = c["mamba_n_groups"] * c["mamba_d_state"], c["mamba_n_heads"]
@@ -61,14 +61,14 @@ def multiplied(name, array, config):
     return array * np.float32(factors.get(name.split(".")[-2], 1))
 
 
-def stored(name, array, config):
+def convert_tensor(name, array, config):
     kind = config["model_type"]
     if kind == "falcon_h1":
-        array = multiplied(name, array, config)
+        array = multiply(name, array, config)
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = name.split(".")[-2]
     if kind == "granitemoehybrid" and part in heads:
-        return interleaved(array, config[heads[part]])
+        return interleave(array, config[heads[part]])
     if name.endswith((".conv1d.weight", ".conv.conv.weight")):
         return array[:, 0]
     if name.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
@@ -83,7 +83,7 @@ def write_gguf(path, checkpoint):
     called, tensors = gguf.MODEL_ARCH_NAMES[arch], []
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name in checkpoint.tensors:
-        array = stored(name, checkpoint.tensors[name].read(), config)
+        array = convert_tensor(name, checkpoint.tensors[name].read(), config)
         parts = {name: array}
         if ".input_linear." in name:  # the halves of a gated product are two tensors
             gate, up = np.split(array, 2, axis=-2)
@@ -97,7 +97,7 @@ def write_gguf(path, checkpoint):
                 where = where.replace("_shexp", "")
             tensors.append((where, np.ascontiguousarray(values), None))
     metadata = {f"{called}.{key}": value for key, value in all_fields_of(config).items()}
-    return written(path, called, metadata, tensors)
+    return write_tensors(path, called, metadata, tensors)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from models.errors import ModelError
 from models.text.chat import render
 from models.text.tokenizer import Tokenizer
 from tests.models import tiny_files
-from tests.models.golden import golden
+from tests.models.golden import read_golden
 
 TEXT = """Once upon a time there was a little table of cells. It's 2024, and the cells remember
 12345 positions; they're kept, moved and forgotten.\n\n\n    def shift(cell):\n\treturn cell + 1\n
@@ -46,7 +46,7 @@ def smollm2():
 
 
 def check_recorded(tokenizer, model):
-    recorded = golden("models")
+    recorded = read_golden("models")
     for run in recorded[model]:
         assert tokenizer.prompt(run["prompt"]) == run["tokens"]
         assert tokenizer.decode(run["tokens"]) == run["prompt"]
@@ -72,7 +72,7 @@ def test_tokenizer_gemma3_matches_recorded(gemma3):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def streamed(tokenizer, ids):
+def stream_ids(tokenizer, ids):
     stream = tokenizer.stream()
     return "".join(map(stream.feed, ids)), stream.end()
 
@@ -82,16 +82,16 @@ def test_decode_and_stream_give_back_encoded_text(smollm2):
     noise = ["".join(chr(rng.randrange(1, 0xD800)) for _ in range(50)) for _ in range(50)]
     for text in [*HARD, TEXT, *noise]:
         ids = smollm2.encode(text)
-        assert smollm2.decode(ids) == text and streamed(smollm2, ids) == (text, "")
+        assert smollm2.decode(ids) == text and stream_ids(smollm2, ids) == (text, "")
 
 
 def test_stream_of_any_ids_equals_decode(smollm2):
     rng = random.Random(1)
     for _ in range(100):
         ids = [rng.randrange(smollm2.size) for _ in range(20)]
-        assert "".join(streamed(smollm2, ids)) == smollm2.decode(ids)
+        assert "".join(stream_ids(smollm2, ids)) == smollm2.decode(ids)
     cut = smollm2.encode("🗝")[:-1]
-    assert cut and streamed(smollm2, cut) == ("", "\ufffd")  # complete characters
+    assert cut and stream_ids(smollm2, cut) == ("", "\ufffd")  # complete characters
     assert smollm2.decode([10**6, -1]) == ""  # not tokens
 
 
@@ -266,7 +266,7 @@ def test_folder_with_sentencepiece_rules(tmp_path):
         assert tokenizer.decode(tokenizer.prompt(text)) == text
 
 
-def chatting(template):
+def make_chat_tokenizer(template):
     renders = template and partial(render, template, bos_token="<b>", eos_token="<e>")
     return Tokenizer(to_ids=None, to_bytes=None, size=256, control={}, render=renders)
 
@@ -277,7 +277,7 @@ def test_chat_template_functions():
         "{% if loop.first %}{% break %}{% endif %}{% endfor %}"
         "{{ eos_token }}{{ tools }}{{ strftime_now('%Y') }}{{ add_generation_prompt }}"
     )
-    said = chatting(template).chat([{"role": "user", "content": "é<"}], tools=3)
+    said = make_chat_tokenizer(template).chat([{"role": "user", "content": "é<"}], tools=3)
     assert said == f'<b>    "é<"\n<e>3{datetime.now().year}True'
 
 
@@ -285,13 +285,13 @@ def test_chat_template_marks_answers():
     said = "{% if m.role == 'user' %}?{% else %}{% generation %}{{ m.content }}{% endgeneration %}"
     template = "{% for m in messages %}" + said + "{% endif %}{% endfor %}"
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    assert chatting(template).chat(turns) == "?a?"
+    assert make_chat_tokenizer(template).chat(turns) == "?a?"
 
 
 def test_chat_refused_templates_raise():
     for template, message in REFUSED:
         with pytest.raises(ModelError, match=message):
-            chatting(template).chat([{"role": "user", "content": "hi"}])
+            make_chat_tokenizer(template).chat([{"role": "user", "content": "hi"}])
 
 
 def test_folder_chat_template_places(tmp_path):

@@ -64,7 +64,7 @@ def write_folder(folder, tensors, config=CONFIG, **files):
     return folder
 
 
-def interleaved(array, heads):
+def interleave(array, heads):
     halves = array.reshape(heads, 2, -1, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
@@ -92,17 +92,17 @@ def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS)
     for name, array in tensors.items():
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = HEADS if ".q_proj." in name else KV_HEADS
-            array = np.ascontiguousarray(interleaved(array, heads))
+            array = np.ascontiguousarray(interleave(array, heads))
         raw = kind if array.ndim == 2 else None
         if array.dtype == ml_dtypes.bfloat16:
             raw = raw or gguf.GGMLQuantizationType.BF16
         if raw is not None:
             array = gguf.quants.quantize(array.astype(np.float32), raw)
         packed.append((names.get_name(name, (".weight", ".bias")) or name, array, raw))
-    return written(path, arch, metadata, packed)
+    return write_tensors(path, arch, metadata, packed)
 
 
-def written(path, arch, metadata, tensors):
+def write_tensors(path, arch, metadata, tensors):
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         large = type(value) is int and abs(value) >= 2**31

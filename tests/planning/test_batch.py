@@ -15,16 +15,16 @@ from jaxkv import make_batch
 from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, simple_split
-from tests.generation.tiny import forward, load
+from tests.generation.tiny import forward, load_tiny
 from tests.helpers import caches
-from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
-from tests.helpers.steps import settle
+from tests.helpers.caches import SMALL, SPLIT, attention_cache, parse_cache, recurrent_cache
+from tests.helpers.steps import apply_batch
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
 
-def started():
-    return drawn("0{0} 1{0} 2{0} 3{0}")
+def parse_four():
+    return parse_cache("0{0} 1{0} 2{0} 3{0}")
 
 
 def test_make_batch_of_rows_takes_an_id_for_each_row():
@@ -107,7 +107,7 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
 @pytest.mark.parametrize("name", ["split", "window", "hybrid"])
 def test_padded_rows_of_ragged_prompts_equal_rows_of_equal_lengths(name):
     if name == "hybrid":
-        model = load("granite_hybrid")
+        model = load_tiny("granite_hybrid")
         run = model.forward, model.params
         cache = model.make_cache(cells=16, sequences=3, streams=3)
     else:
@@ -143,14 +143,14 @@ def test_gather_outputs_restores_the_order_of_the_batch(split_by):
     tokens, sequences = np.array([5, 1, 4, 2, 6, 3, 7]), np.array([2, 0, 2, 0, 0, 2, 0])
     outputs = np.array([False, True, True, False, True, True, False])
     batch = make_batch(tokens, sequences=sequences, outputs=outputs)
-    plan = jaxkv.init_batch(started(), batch, ubatch_size=4, split_by=split_by).check()
+    plan = jaxkv.init_batch(parse_four(), batch, ubatch_size=4, split_by=split_by).check()
     assert len(plan.ubatches) > 1
     logits = []
     for ubatch in plan.ubatches:  # a model whose logits are the token
         logits.append(ubatch.tokens.reshape(-1)[ubatch.outputs][:, None] * jnp.ones((1, 2)))
         assert ubatch.valid.sum() <= 4
     assert plan.gather_outputs(logits)[:, 0].tolist() == tokens[outputs].tolist()
-    plan = jaxkv.init_batch(started(), make_batch([1], outputs=[False]))
+    plan = jaxkv.init_batch(parse_four(), make_batch([1], outputs=[False]))
     assert plan.gather_outputs([jnp.ones((8, 2))]).shape == (0, 2)
 
 
@@ -206,8 +206,7 @@ def test_extra_and_its_name_are_part_of_the_content():
     """Keys of another place differ from those of an earlier table."""
     cache = SMALL.make()
     extras = (None, {"at": [0, 1]}, {"at": [0, 2]}, {"to": [0, 1]})
-    batches = [make_batch([1, 2], extra=extra) for extra in extras]
-    after = [settle(cache, jaxkv.init_batch(cache, batch)) for batch in batches]
+    after = [apply_batch(cache, [1, 2], extra=extra) for extra in extras]
     for one in after:
         assert [bool(jaxkv.rewind(other, to=one.table)[1]) for other in after].count(True) == 1
 

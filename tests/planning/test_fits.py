@@ -10,8 +10,8 @@ import pytest
 
 import jaxkv
 from jaxkv import CacheSpec, Reason, Window, init_batch, make_batch, make_cache, plan_step
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_plan
 
 pytestmark = pytest.mark.core
 
@@ -22,7 +22,7 @@ CHUNKS = CacheSpec.attention(**SIZES, window=Window.chunked(3))
 STATES = CacheSpec.recurrent(layers=1, states={"x": ((2,), "float32")})
 
 
-def hybrid(*specs):
+def make_hybrid_spec(*specs):
     return CacheSpec.hybrid(*((spec, [layer]) for layer, spec in enumerate(specs)))
 
 
@@ -32,11 +32,11 @@ CACHES = {
     "chunks": (CHUNKS, dict(cells=5)),
     "window in streams": (NEAR, dict(cells=5, sequences=4, streams=2)),
     "full": (FULL, dict(cells=7)),
-    "full and window": (hybrid(FULL, NEAR), dict(cells=7)),
-    "two windows": (hybrid(LAST, NEAR), dict(cells=5)),
-    "states and window": (hybrid(STATES, NEAR), dict(cells=5)),
+    "full and window": (make_hybrid_spec(FULL, NEAR), dict(cells=7)),
+    "two windows": (make_hybrid_spec(LAST, NEAR), dict(cells=5)),
+    "states and window": (make_hybrid_spec(STATES, NEAR), dict(cells=5)),
     "states and window in streams": (
-        hybrid(STATES, NEAR),
+        make_hybrid_spec(STATES, NEAR),
         dict(cells=5, sequences=4, streams=2),
     ),
 }
@@ -45,17 +45,17 @@ FEW = ["window", "full and window"]
 
 
 @functools.cache
-def emptied(name):
+def make_empty(name):
     spec, sizes = CACHES[name]
     return make_cache(spec, **(dict(sequences=3) | sizes))
 
 
-def used(name, rng):
+def make_used(name, rng):
     """A cache in which some sequences have a few tokens, and some were shortened or forked."""
-    cache = emptied(name)
+    cache = make_empty(name)
     for _ in range(rng.choice([0, 3, 9])):
         plan = plan_step(cache, [1], sequences=[rng.randrange(cache.table.spec.sequences)])
-        cache = settle(cache, plan)  # no effect if it is refused
+        cache = apply_plan(cache, plan)  # no effect if it is refused
     if rng.random() < 0.3:
         cache, _ = jaxkv.seq_rm(cache, rng.randrange(cache.table.spec.sequences))
     if rng.random() < 0.2:
@@ -109,16 +109,15 @@ def assert_fits(plan, counts, subsets):
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    in_lanes(
-        [(name, runs) for name in CACHES for runs in (12, 200)],
-        core=[(name, 12) for name in FEW],
+    mark_cases(
+        [(name, runs) for name in CACHES for runs in (12, 200)], core=[(name, 12) for name in FEW]
     ),
 )
 def test_fits_of_init_batch_is_that_of_brute_force(name, runs):
     """The sequences that fit have a plan together; if one fits alone, some fit."""
     rng, refused = random.Random(name), 0
     for _ in range(runs):
-        cache = used(name, rng)
+        cache = make_used(name, rng)
         counts, batch, options = drawn_batch(cache, rng)
         plan = init_batch(cache, batch, **options)
         refused += not plan.ok
@@ -129,7 +128,7 @@ def test_fits_of_init_batch_is_that_of_brute_force(name, runs):
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    in_lanes(
+    mark_cases(
         [(name, runs) for name in CACHES for runs in (15, 200)],
         core=[(name, 15) for name in ["window", "window in streams"]],
     ),
@@ -138,7 +137,7 @@ def test_fits_of_plan_step_is_that_of_brute_force(name, runs):
     """A sequence of one token that is refused next to drafts is refused without them."""
     rng, refused = random.Random(name), 0
     for _ in range(runs):
-        cache = used(name, rng)
+        cache = make_used(name, rng)
         counts = [rng.choice([0, 1, 1, 2, 4]) for _ in range(cache.table.spec.sequences)]
         active = np.arange(4) < np.array(counts)[:, None]
         tokens = np.ones(active.shape, np.int32)
@@ -155,13 +154,13 @@ def test_fits_of_plan_step_is_that_of_brute_force(name, runs):
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    in_lanes([(name, runs) for name in CACHES for runs in (5, 100)], core=[("window", 5)]),
+    mark_cases([(name, runs) for name in CACHES for runs in (5, 100)], core=[("window", 5)]),
 )
 def test_loop_over_fits_ends_and_serves_all_that_fit_alone(name, runs):
     """A loop plans all waiting tokens, then those that fit; some sequences end on the way."""
     rng = random.Random(name)
     for _ in range(runs):
-        cache = used(name, rng)
+        cache = make_used(name, rng)
         counts, batch, options = drawn_batch(cache, rng)
         waiting = np.array(counts) > 0
         while waiting.any():
@@ -171,7 +170,7 @@ def test_loop_over_fits_ends_and_serves_all_that_fit_alone(name, runs):
                 break
             plan = init_batch(cache, batch.keep_sequences(served), **options).check()
             for ubatch in plan.ubatches:
-                cache = settle(cache, ubatch)
+                cache = apply_plan(cache, ubatch)
             waiting &= ~served
             if rng.random() < 0.5:
                 cache, _ = jaxkv.seq_rm(cache, int(np.flatnonzero(served)[0]))
@@ -182,13 +181,13 @@ def test_loop_over_fits_ends_and_serves_all_that_fit_alone(name, runs):
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    in_lanes([(name, runs) for name in CACHES for runs in (3, 20)], core=[("window", 3)]),
+    mark_cases([(name, runs) for name in CACHES for runs in (3, 20)], core=[("window", 3)]),
 )
 def test_fits_of_a_traced_cache_is_at_most_one_sequence(name, runs):
     """If several ubatches free cells, a subset would need a program of its own."""
     rng, refused = random.Random(name), 0
     while refused < runs:
-        cache = used(name, rng)
+        cache = make_used(name, rng)
         counts, batch, options = drawn_batch(cache, rng)
         known = init_batch(cache, batch, **options)
         if known.ok and refused:
@@ -205,7 +204,7 @@ def test_fits_of_a_traced_cache_is_at_most_one_sequence(name, runs):
 
 def test_fits_ignores_sequences_with_other_faults():
     """Sequence 1 has a wrong position; of the others, one fits."""
-    cache = emptied("window")
+    cache = make_empty("window")
     ids = [0] * 6 + [1] * 2 + [2] * 4
     positions = [*range(6), 3, 5, *range(4)]
     batch = make_batch([1] * 12, sequences=ids, positions=positions)

@@ -7,49 +7,49 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.hybrid import compose_hybrid_cache
 from tests.helpers.caches import ROPE, assert_identical, attention_cache, recurrent_cache
-from tests.helpers.steps import settle
+from tests.helpers.steps import add_tokens
 
 pytestmark = pytest.mark.core
 STATES = {"x": ((), "float32")}
 
 
-def attention(**sizes):
+def make_attention(**sizes):
     sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=3, rope=ROPE) | sizes
     return attention_cache(**sizes)
 
 
-def told(*parts, counts=()):
+def make_hybrid(*parts, counts=()):
     """A hybrid cache of parts that have one layer each, after tokens of each sequence."""
     cache = compose_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts)))
     for seq, count in enumerate(counts):
-        if count:
-            batch = make_batch([seq + 1] * count, sequences=seq)
-            cache = settle(cache, jaxkv.init_batch(cache, batch).check())
+        cache = add_tokens(cache, [seq + 1] * count, seq)
     return cache
 
 
-def either_order(*parts):
+def both_orders(*parts):
     return [parts, parts[::-1]]
 
 
-@pytest.mark.parametrize("parts", either_order(attention(cells=4), attention(cells=9)), ids=[1, 2])
+@pytest.mark.parametrize(
+    "parts", both_orders(make_attention(cells=4), make_attention(cells=9)), ids=[1, 2]
+)
 def test_plan_fits_where_every_part_has_cells(parts):
     """The sequence with fewer tokens fits, in any order of the tokens."""
     for tokens, refused in (([[1, 2], [3, 4, 5]], 1), ([[1, 2, 3], [4, 5]], 0)):
-        plan = jaxkv.init_batch(told(*parts), make_batch(tokens))
+        plan = jaxkv.init_batch(make_hybrid(*parts), make_batch(tokens))
         wanted = [Reason.OUT_OF_CELLS if seq == refused else Reason.OK for seq in range(3)]
         assert plan.reason.tolist() == wanted and not plan.ok
         assert plan.fits.tolist() == [seq != refused for seq in range(3)]
         assert (plan.expected[refused], plan.actual[refused]) == (3, 2)
 
 
-def states(**sizes):
+def make_states(**sizes):
     return recurrent_cache(1, STATES, sequences=3, **sizes)
 
 
-@pytest.mark.parametrize("parts", either_order(attention(cells=9), states()), ids=[1, 2])
+@pytest.mark.parametrize("parts", both_orders(make_attention(cells=9), make_states()), ids=[1, 2])
 def test_plan_of_a_shift_in_one_part_is_refused_for_its_sequence(parts):
-    cache, ok = jaxkv.seq_add(told(*parts, counts=(2, 2)), 0, 0, -1, delta=3)
+    cache, ok = jaxkv.seq_add(make_hybrid(*parts, counts=(2, 2)), 0, 0, -1, delta=3)
     assert ok
     plan = jaxkv.init_batch(cache, make_batch([[1], [2]]))
     assert plan.reason.tolist() == [Reason.SHIFT_PENDING, Reason.OK, Reason.OK]
@@ -58,11 +58,11 @@ def test_plan_of_a_shift_in_one_part_is_refused_for_its_sequence(parts):
 
 
 @pytest.mark.parametrize(
-    "parts", either_order(attention(cells=9), states(max_rollback=1)), ids=[1, 2]
+    "parts", both_orders(make_attention(cells=9), make_states(max_rollback=1)), ids=[1, 2]
 )
 def test_edit_that_one_part_refuses_changes_no_part(parts):
     """States cannot lose tokens in the middle; the last positions would stay equal."""
-    cache = told(*parts, counts=(4, 2))
+    cache = make_hybrid(*parts, counts=(4, 2))
     for p0, p1 in ((1, 3), (0, 2), (2, -1)):
         after, ok = jaxkv.seq_rm(cache, 0, p0, p1)
         assert not ok
@@ -72,9 +72,9 @@ def test_edit_that_one_part_refuses_changes_no_part(parts):
 
 def test_parts_with_other_last_positions_are_read_and_emptied():
     counts = (3, 2, 1), (2, 2, 0)
-    ends = [told(attention(cells=9), counts=count).parts[0] for count in counts]
-    for one, other in either_order(*ends):
-        cache = told(one, other)
+    ends = [make_hybrid(make_attention(cells=9), counts=count).parts[0] for count in counts]
+    for one, other in both_orders(*ends):
+        cache = make_hybrid(one, other)
         assert cache.seq_pos_min([0, 1, 2]).tolist() == [0, 0, -1]
         assert cache.seq_pos_max([0, 1, 2]).tolist() == [1, 1, -1]
         assert cache.table.nonempty_sequences().tolist() == [True] * 3
@@ -91,20 +91,20 @@ def test_parts_with_other_last_positions_are_read_and_emptied():
         assert ok and jaxkv.init_batch(rest, make_batch([[1], [2]])).ok
 
 
-POOLS = [attention(cells=cells, sequences=4, streams=2) for cells in (4, 9)]
+POOLS = [make_attention(cells=cells, sequences=4, streams=2) for cells in (4, 9)]
 
 
-@pytest.mark.parametrize("parts", either_order(*POOLS), ids=[1, 2])
+@pytest.mark.parametrize("parts", both_orders(*POOLS), ids=[1, 2])
 def test_can_allocate_where_every_part_has_cells(parts):
-    table, none = told(*parts).table, (np.zeros(2, np.int32),) * 2
+    table, none = make_hybrid(*parts).table, (np.zeros(2, np.int32),) * 2
     for lengths, wanted in (([4, 0, 2, 2], [True, True]), ([5, 0, 4, 1], [False, False])):
         assert table.can_allocate(np.array(lengths), 1, none).tolist() == wanted
     assert table.can_allocate(np.array([5, 0, 1, 0]), 1, none).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("parts", either_order(*POOLS), ids=[1, 2])
+@pytest.mark.parametrize("parts", both_orders(*POOLS), ids=[1, 2])
 def test_copies_to_another_stream_need_cells_in_every_part(parts):
-    cache = told(*parts, counts=(3, 0, 2))
+    cache = make_hybrid(*parts, counts=(3, 0, 2))
     for same, ok in (jaxkv.seq_select(cache, [0], [3]), jaxkv.seq_cp(cache, 0, 3)):
         assert not ok
         assert_identical(same, cache)

@@ -7,9 +7,9 @@ import pytest
 
 import jaxkv
 from jaxkv import Cache, PlanRefusedError, Reason, init_batch, make_batch, seq_rm
-from tests.helpers.caches import advance, assert_identical, filled
+from tests.helpers.caches import assert_identical, fill_cache, run_ubatch
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.steps import settle
+from tests.helpers.steps import apply_plan
 
 pytestmark = pytest.mark.core
 
@@ -31,7 +31,7 @@ FAULTS = {
 def assert_unchanged_by(cache, plan):
     after = cache
     for ubatch in plan.ubatches:
-        after, logits = advance(after, ubatch)
+        after, logits = run_ubatch(after, ubatch)
         assert np.isfinite(logits).all()  # zeros from attention, as for padding
     assert_identical(after, cache)
 
@@ -39,7 +39,7 @@ def assert_unchanged_by(cache, plan):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_init_batch_refused_says_why_and_changes_nothing(fault):
     sequences, positions, expected = FAULTS[fault]
-    cache = filled(5, 3)
+    cache = fill_cache(5, 3)
     batch = make_batch([1] * len(sequences), sequences=sequences, positions=positions)
     plan = init_batch(cache, batch, ubatch_size=4)
     assert not plan.ok and [seq not in expected for seq in range(3)] == plan.fits.tolist()
@@ -59,12 +59,12 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
 
 
 def test_init_batch_beside_a_sequence_with_pending_shifts_is_ok():
-    cache = jaxkv.seq_add(filled(2, 2), 1, 0, -1, delta=1).cache
+    cache = jaxkv.seq_add(fill_cache(2, 2), 1, 0, -1, delta=1).cache
     assert not init_batch(cache, make_batch([1], sequences=0)).reason.any()
     assert init_batch(cache, make_batch([1], sequences=1)).reason[1] == Reason.SHIFT_PENDING
 
 
-VERBS = {
+EDITS = {
     "seq_rm": lambda cache, seq: seq_rm(cache, seq)[0],
     "seq_cp-from": lambda cache, seq: jaxkv.seq_cp(cache, seq, 1).cache,
     "seq_cp-to": lambda cache, seq: jaxkv.seq_cp(cache, 0, seq).cache,
@@ -75,8 +75,8 @@ VERBS = {
 
 
 def test_edits_of_unknown_ids_raise_or_change_nothing():
-    cache = filled(4, 3)
-    edited = jax.jit(lambda seq: {name: verb(cache, seq) for name, verb in VERBS.items()})
+    cache = fill_cache(4, 3)
+    edited = jax.jit(lambda seq: {name: verb(cache, seq) for name, verb in EDITS.items()})
     for divisor in (0, -1):
         same, ok = jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=divisor)
         assert not ok
@@ -87,11 +87,11 @@ def test_edits_of_unknown_ids_raise_or_change_nothing():
                 continue
             assert_identical(after, cache)
             with pytest.raises(ValueError, match=rf"sequence ids from (0|-1) to 2, got {wrong};"):
-                VERBS[name](cache, wrong)
+                EDITS[name](cache, wrong)
 
 
 def test_seq_pos_of_unknown_ids_raises_or_is_minus_one():
-    cache, ids = filled(4, 3), jnp.array([0, -1, 3, 32, 1])
+    cache, ids = fill_cache(4, 3), jnp.array([0, -1, 3, 32, 1])
     for question, held in ((Cache.seq_pos_min, 0), (Cache.seq_pos_max, 3)):
         with pytest.raises(ValueError, match="expected sequence ids from 0 to 2, got 3"):
             question(cache, [0, 3])
@@ -99,13 +99,13 @@ def test_seq_pos_of_unknown_ids_raises_or_is_minus_one():
 
 
 def test_init_batch_of_unknown_sequences_raises_or_is_refused():
-    cache = filled(4, 3)
+    cache = fill_cache(4, 3)
 
     @jax.jit
     def traced(cache, ids, positions=None):
         batch = make_batch(jnp.ones(3, jnp.int32), sequences=ids, positions=positions)
         plan = init_batch(cache, batch)
-        return plan, settle(cache, plan)
+        return plan, apply_plan(cache, plan)
 
     for wrong in (-1, 3, 99):
         with pytest.raises(ValueError, match=f"expected sequence ids from 0 to 2, got {wrong}"):
@@ -120,7 +120,7 @@ def test_init_batch_of_unknown_sequences_raises_or_is_refused():
 
 
 def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
-    cache = filled(4, 3)
+    cache = fill_cache(4, 3)
 
     @jax.jit
     def traced(cache, tokens, valid):
@@ -137,10 +137,10 @@ def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
     assert plan.ok and ok and plan.ubatches[0].tokens.min() == step.tokens.min() == 0
 
 
-def eleven(cache, tokens=(7,) * 11, size=4):
+def plan_eleven(cache, tokens=(7,) * 11, size=4):
     return init_batch(cache, make_batch(tokens), ubatch_size=size)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("planning"))
 def test_what_cannot_be_planned_or_applied_raises(call, outcome):
-    assert_raises(call, outcome, globals() | {"m": filled(1)})
+    assert_raises(call, outcome, globals() | {"m": fill_cache(1)})

@@ -12,15 +12,15 @@ from tests.helpers.caches import (
     GROUPS,
     SMALL,
     WINDOW,
-    advance,
     assert_identical,
     drawing,
-    drawn,
-    run,
+    parse_cache,
+    run_batch,
+    run_ubatch,
 )
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_plan
 
 core = pytest.mark.core
 
@@ -51,7 +51,7 @@ def test_make_batch_sequences_of_a_token_in_any_form():
     assert make_batch([5, 6], sequences=[[0], [1]]).shared_with is None  # as with single ids
 
 
-def shared(cache, *ids):
+def plan_shared_token(cache, *ids):
     return jaxkv.init_batch(cache, make_batch([5], sequences=[[*ids]]))
 
 
@@ -89,14 +89,14 @@ PARTED = "0{0,1} 1{0} 1{1}"
 )
 def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wanted):
     """llama.cpp compares only the last positions of sequences; these may be equal."""
-    cache = drawn(cells, GROUPS if "|" in cells else SMALL)
+    cache = parse_cache(cells, GROUPS if "|" in cells else SMALL)
     plan = jaxkv.init_batch(cache, batch_of(sets), ubatch_size=8)
     answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
     assert answers == [
         [Reason.DIVERGED, *wanted[q]] if q in wanted else [0] * 3
         for q in range(cache.table.sequences)
     ]
-    assert_identical(settle(cache, plan.ubatches[0]), cache)
+    assert_identical(apply_plan(cache, plan.ubatches[0]), cache)
     with pytest.raises(PlanRefusedError, match="DIVERGED, expected its token at . to share all"):
         plan.check()
 
@@ -104,7 +104,7 @@ def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wante
 @core
 def test_init_batch_shared_tokens_fit_together_or_not_at_all():
     """Three cells are free: the tree of four does not fit, sequence 2 does."""
-    cache = drawn(" ".join(f"{i}{{0,1}}" for i in range(9)))
+    cache = parse_cache(" ".join(f"{i}{{0,1}}" for i in range(9)))
     batch = batch_of([[0, 1], [0], [0], [1], [2]])
     plan = jaxkv.init_batch(cache, batch, ubatch_size=8)
     assert plan.fits.tolist() == [False, False, True]
@@ -125,7 +125,7 @@ def test_init_batch_traced_sets_match_known_ones():
 
     known = jaxkv.init_batch(SMALL.make(), batch_of(sets), ubatch_size=8)
     for one in (plan(SMALL.make(), sets), known):
-        after = drawing(settle(SMALL.make(), one))
+        after = drawing(apply_plan(SMALL.make(), one))
         assert one.ok and after == "0{0,1,2} 1{0,1} 1{2} 2{1} 2{0}"
     for kind, wrong, seq, reason in (
         (SMALL, np.where(sets == 2, 3, sets), 0, Reason.UNKNOWN_SEQUENCE),
@@ -138,21 +138,21 @@ def test_init_batch_traced_sets_match_known_ones():
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    in_lanes([(WINDOW, 8), (GROUPS, 3)], core=[(GROUPS, 3)]),
+    mark_cases([(WINDOW, 8), (GROUPS, 3)], core=[(GROUPS, 3)]),
     ids=["window", "groups"],
 )
 def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
     """A prompt of two sequences, a tree after it, a cut, and another tree."""
     rng = np.random.default_rng(1)
     prompt = rng.integers(1, 16, 4).tolist()
-    cache, _ = run(kind.make(), batch_of([[0, 1]] * 4, prompt), ubatch_size=size)
+    cache, _ = run_batch(kind.make(), batch_of([[0, 1]] * 4, prompt), ubatch_size=size)
     for sets in ([[0, 1], [0], [1], [1]], [[1, 0], [0], [1], [0]]):
         tokens = rng.integers(1, 16, len(sets))
-        cache, logits = run(cache, batch_of(sets, tokens), ubatch_size=size)
+        cache, logits = run_batch(cache, batch_of(sets, tokens), ubatch_size=size)
         for seq in (0, 1):
             index = [i for i, one in enumerate(sets) if seq in one]
             alone = batch_of([[0]] * (len(prompt) + len(index)), [*prompt, *tokens[index]])
-            wanted = run(kind.make(), alone, ubatch_size=8)[1][len(prompt) :]
+            wanted = run_batch(kind.make(), alone, ubatch_size=8)[1][len(prompt) :]
             np.testing.assert_allclose(logits[np.array(index)], wanted[: len(index)], atol=1e-5)
         prompt.append(tokens[0])
         cache, _ = jaxkv.seq_rm(cache, [0, 1], len(prompt))  # back to the shared prompt
@@ -165,7 +165,7 @@ def test_attend_stale_plan_of_other_owners_reads_nan():
         jaxkv.init_batch(SMALL.make(), batch_of(sets), ubatch_size=8).ubatches[0]
         for sets in ([[0, 1], [0, 1]], [[0, 1], [0]])
     )
-    after, logits = advance(SMALL.make(), both)
+    after, logits = run_ubatch(SMALL.make(), both)
     assert jnp.isfinite(logits).all()
     q = jnp.ones((*one.valid.shape, 2 * caches.HEADS, caches.SIZE))
     k = q[:, :, ::2]

@@ -8,24 +8,23 @@ import pytest
 import jaxkv
 from jaxkv import Reason
 from jaxkv.planning.planners import plan_next
-from tests.generation.tiny import load
-from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
-from tests.helpers.edit_sequences import StateKind, make, tell
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.generation.tiny import load_tiny
+from tests.helpers.caches import SMALL, SPLIT, assert_identical, fill_cache, parse_cache
+from tests.helpers.edit_sequences import StateKind, make, run_rows
+from tests.helpers.steps import apply_plan
 
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
 
 
 def started(kind):
-    return filled(3, 2, 4, kind=kind)
+    return fill_cache(3, 2, 4, kind=kind)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_step_gives_logits_of_one_by_one(name):
     """Padding is before, between and after them; sequences are in any order, or default."""
-    model = load(name)
+    model = load_tiny(name)
 
     @jax.jit
     def feed(cache, tokens, sequences, valid):
@@ -54,11 +53,11 @@ def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
     cache = make(kept=1)
     tokens = jnp.array([[0, 3, 4], [5, 0, 6], [0, 0, 0]])[: len(ids)]
     plan = jaxkv.plan_step(cache, tokens, sequences=jnp.array(ids), active=tokens > 0)
-    told = plan.ubatch.tokens.reshape(-1)[plan.ubatch.outputs].reshape(tokens.shape)
-    assert plan.ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
-    cache = tell(cache, [], [], [1, 2])
+    output_tokens = plan.ubatch.tokens.reshape(-1)[plan.ubatch.outputs].reshape(tokens.shape)
+    assert plan.ok and output_tokens[tokens > 0].tolist() == tokens[tokens > 0].tolist()
+    cache = run_rows(cache, [], [], [1, 2])
     plan = jaxkv.plan_step(cache, jnp.array(ids), sequences=ids, active=jnp.array(ids) == 2)
-    assert settle(cache, plan).table.position[2].tolist() == [1, 2]
+    assert apply_plan(cache, plan).table.position[2].tolist() == [1, 2]
 
 
 @pytest.mark.core
@@ -77,13 +76,13 @@ def test_plan_step_refused_changes_nothing():
     for ids, there in (([0, 1], valid), ([1, 1], valid.at[:, 1].set(False))):
         planned = plan(cache, tokens, sequences=jnp.array(ids), active=there)
         assert not planned.ok
-        assert_identical(settle(cache, planned), cache)
+        assert_identical(apply_plan(cache, planned), cache)
     assert plan(cache, tokens, active=valid.at[0, 0].set(False)).ok
 
 
 @pytest.mark.core
-def test_plan_next_tells_which_sequences_fit():
-    cache = drawn(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
+def test_plan_next_beside_a_refused_sequence_names_those_that_fit():
+    cache = parse_cache(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
     for ids, wrong, reason in (
         ([0, 1, 2], 0, Reason.OUT_OF_CELLS),
         ([1, 1, 2], 1, Reason.DUPLICATE_POSITION),
@@ -97,37 +96,3 @@ def test_plan_next_tells_which_sequences_fit():
 def test_plan_step_flags_may_be_integers():
     steps = [jaxkv.plan_step(SMALL.make(), [5, 6], active=on) for on in ([1, 0], [True, False])]
     assert_identical(*steps)
-
-
-@pytest.mark.parametrize("kind", in_lanes([SMALL, SPLIT, WINDOW], [SMALL], [SPLIT]), ids=str)
-def test_seq_rm_many_is_one_after_another(kind):
-    cache = wanted = started(kind)
-    cuts = [(1, 1, -1), (2, -1, 2), (2, 3, -1)]
-    for cut in cuts:
-        wanted, _ = jaxkv.seq_rm(wanted, *cut)
-    found, ok = jaxkv.seq_rm(cache, *zip(*cuts, strict=True))
-    assert_identical(found, wanted)
-    assert ok.tolist() == [True] * 3
-    found, _ = jaxkv.seq_rm(cache, [0, 1, 2], 1)
-    assert found.seq_pos_max([0, 1, 2]).tolist() == [0, 0, 0]
-
-
-@pytest.mark.core
-def test_seq_rm_many_refuses_each_by_itself():
-    """States allow a rollback of one step."""
-    cache = tell(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
-    cache, ok = jaxkv.seq_rm(cache, [0, 1, 2], [1, 2, 0])
-    assert ok.tolist() == [False, True, True]
-    assert cache.seq_pos_max([0, 1, 2]).tolist() == [2, 1, -1]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=str)
-def test_seq_select_traced_unknown_ids_change_nothing(kind):
-    cache = started(kind)
-    select = jax.jit(lambda *args: jaxkv.seq_select(*args).cache)
-    assert_identical(jaxkv.seq_select(cache, [], []).cache, cache)
-    for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):
-        assert_identical(select(cache, jnp.array(parents), jnp.array(ids)), cache)
-    last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # the last one of two counts
-    assert last.seq_pos_max([0, 1, 2]).tolist() == [1, 3, 3]

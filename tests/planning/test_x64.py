@@ -10,12 +10,12 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch, serving
-from tests.attention.lives import arrays_for, begun, lived_in, seen
+from tests.attention.lives import by_formula, draw_qkv, make_edited, start_step
 from tests.helpers import caches
 from tests.helpers.caches import SMALL, assert_identical, attention_cache
 from tests.helpers.edit_sequences import StateKind
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_plan
 
 pytestmark = pytest.mark.core
 
@@ -42,14 +42,14 @@ def tables_of_life(cache):
     """The table after each edit; dtypes never change."""
     given, tables = dtypes(cache), []
     for verb in (
-        lambda m: settle(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
+        lambda m: apply_plan(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
         lambda m: jaxkv.seq_cp(m, 0, [1, 2], 0, 2).cache,
         lambda m: jaxkv.seq_add(m, 0, 2, -1, delta=3).cache,
         lambda m: jaxkv.seq_div(m, 0, 4, -1, divisor=2).cache,
         lambda m: jaxkv.seq_keep(m, 0).cache,
         lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-        lambda m: settle(m, jaxkv.plan_step(m, [7, 8], sequences=[2, 1], active=[1, 1])),
+        lambda m: apply_plan(m, jaxkv.plan_step(m, [7, 8], sequences=[2, 1], active=[1, 1])),
         lambda m: jaxkv.rewind(m, to=tables[-2])[0],
         lambda m: jaxkv.seq_rm(m, 0)[0],
         jaxkv.clear,
@@ -60,7 +60,7 @@ def tables_of_life(cache):
     return tables
 
 
-@pytest.mark.parametrize("name", in_lanes(CACHES, fast=["striped"]))
+@pytest.mark.parametrize("name", mark_cases(CACHES, fast=["striped"]))
 def test_edits_x64_keep_dtypes_and_tables(name):
     with jax.enable_x64(True):
         found = tables_of_life(CACHES[name].make())
@@ -71,12 +71,12 @@ def test_edits_x64_keep_dtypes_and_tables(name):
 @pytest.mark.parametrize("implementation", [None, "tiles", "xla"])
 def test_attend_x64_sums_in_float64(implementation, wide):
     """Except JAX's own attention, which rounds its weights."""
-    step = begun(lived_in(replace(SMALL, dtype="float64")))
-    q, k, v = arrays_for(step, dtype="float64")
+    step = start_step(make_edited(replace(SMALL, dtype="float64")))
+    q, k, v = draw_qkv(step, dtype="float64")
     step, out = jaxkv.attend(step, 0, q, k, v, implementation=implementation)
     assert out.dtype == jnp.float64
     atol = 1e-6 if implementation == "xla" else 1e-12
-    np.testing.assert_allclose(out, seen(step, 0, q), rtol=0, atol=atol)
+    np.testing.assert_allclose(out, by_formula(step, 0, q), rtol=0, atol=atol)
 
 
 def forward(params, step):

@@ -17,7 +17,7 @@ from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, FinishReason, Request
 from tests.generation.tiny import assert_sound, forward
 from tests.helpers.caches import VOCABULARY, Kind, recurrent_cache
-from tests.helpers.steps import settle
+from tests.helpers.steps import add_tokens
 
 POOL = Kind("pool", cells=24, sequences=4)
 STREAMS = Kind("streams", cells=12, sequences=4, streams=4)
@@ -32,11 +32,11 @@ RULE = Constraint(  # allowed tokens depend on all earlier ones
 )
 
 
-def tokens(count, seed=0, vocabulary=VOCABULARY):
+def draw_tokens(count, seed=0, vocabulary=VOCABULARY):
     return np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
 
 
-def mixed(count, *, seed=0, most=12):
+def make_requests(count, *, seed=0, most=12):
     """Requests of many lengths, some greedy, each with a seed, and some with stop tokens."""
     rng = random.Random(seed)
     made = []
@@ -52,16 +52,16 @@ def mixed(count, *, seed=0, most=12):
     return made
 
 
-def begun_alike(requests, *, most):
+def prepend_tokens(requests, *, most):
     lengths = [0, 30, 9, 28] * len(requests)
     return [
-        replace(one, prompt=tokens(length, 99)[: most - len(one.prompt)] + one.prompt)
+        replace(one, prompt=draw_tokens(length, 99)[: most - len(one.prompt)] + one.prompt)
         for one, length in zip(requests, lengths, strict=False)
     ]
 
 
 @functools.cache
-def in_one_piece(model):
+def make_prefill(model):
     """A prompt in a cache of one sequence: one program for all lengths."""
 
     @jax.jit
@@ -72,7 +72,7 @@ def in_one_piece(model):
     return fed
 
 
-def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, last_n=64):
+def generate_alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, last_n=64):
     """A request in the plain loops, in a separate cache: tokens, log-probabilities, reason."""
     cache = ALONE.make() if cache is None else cache
     stop_tokens = [*stop_tokens, *request.stop_tokens]
@@ -88,7 +88,7 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
         sampler = Constraint(first=jnp.int32(request.constraint_state), **rule).constrain(sampler)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
-    cache, logits, ok = in_one_piece(model)(params, cache, tokens, valid)
+    cache, logits, ok = make_prefill(model)(params, cache, tokens, valid)
     assert ok
     recent = np.full((1, 64), -1)
     recent[0, 64 - len(request.prompt) :] = request.prompt
@@ -106,13 +106,13 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
 
 def assert_as_alone(results, requests, **options):
     for result, request in zip(results, requests, strict=True):
-        tokens, logprobs, reason = alone(request, **options)
+        tokens, logprobs, reason = generate_alone(request, **options)
         assert result.tokens.tolist() == tokens.tolist(), request
         assert result.reason == reason and result.request.tag == request.tag
         np.testing.assert_allclose(result.logprobs, logprobs, atol=2e-4)
 
 
-def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
+def make_engine(kind, holders=None, *, model=forward, cells=None, **options):
     cache = kind.make()
     store = holders and PrefixStore(cache, sequences=holders, cells=cells)
     options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4) | options
@@ -120,30 +120,32 @@ def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
 
 
 @functools.cache
-def warm(kind, **options):
+def make_warm_engine(kind, **options):
     """A warm engine, empty at the end of each test."""
-    engine = engine_of(kind, **options)
+    engine = make_engine(kind, **options)
     engine.warm_up()
     return engine
 
 
-def run(engine, requests):
+def run_requests(engine, requests):
     ids = [engine.submit(request) for request in requests]
     found = {result.id: result for result in engine.results()}
     assert sorted(found) == ids
     return [found[one] for one in ids]
 
 
-def ask(engine, prompt, max_new_tokens=1, **options):
-    (result,) = run(engine, [Request(prompt=prompt, max_new_tokens=max_new_tokens, **options)])
+def run_prompt(engine, prompt, max_new_tokens=1, **options):
+    (result,) = run_requests(
+        engine, [Request(prompt=prompt, max_new_tokens=max_new_tokens, **options)]
+    )
     return result
 
 
-def kept(engine):
+def stored_texts(engine):
     return [text.tokens.tolist() for text in engine.prefix_store.prompts]
 
 
-def placed(engine):
+def count_placed(engine):
     return sum(one is not None for one in engine._schedule._placed)
 
 
@@ -153,19 +155,9 @@ def assert_only_kept(engine):
     assert_sound(engine.cache)
 
 
-def states(max_rollback=0):
+def make_states(max_rollback=0):
     sizes = dict(sequences=6, max_rollback=max_rollback)
     return recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, **sizes)
-
-
-def told(cache, tokens, seq):
-    for start in range(0, len(tokens), 4):
-        part = list(tokens[start : start + 4])
-        valid = np.arange(4) < len(part)
-        batch = make_batch(part + [0] * (4 - len(part)), sequences=seq, valid=valid)
-        for ubatch in jaxkv.init_batch(cache, batch).check().ubatches:
-            cache = settle(cache, ubatch)
-    return cache
 
 
 @dataclass
@@ -175,7 +167,7 @@ class Server:
     cache: Any
     store: PrefixStore
     computed: int = 0
-    tell: Any = field(default=told)
+    add_tokens: Any = field(default=add_tokens)
 
     def ask(self, tokens, seq=0):
         """Reuse the stored prefix of a prompt and compute the rest."""
@@ -187,7 +179,7 @@ class Server:
         return self.store.fork(self.cache, tokens, 0).hit
 
     def go_on(self, tokens, seq=0):
-        self.cache = self.tell(self.cache, tokens, seq)
+        self.cache = self.add_tokens(self.cache, tokens, seq)
         self.computed += len(tokens)
 
     def remember(self, tokens, seq=0):
@@ -206,7 +198,7 @@ class Server:
         return [text.tokens.tolist() for text in self.store.prompts]
 
 
-def serving(cache, holders, *texts, cells=None, **options):
+def make_server(cache, holders, *texts, cells=None, **options):
     server = Server(cache, PrefixStore(cache, sequences=holders, cells=cells), **options)
     for text in texts:
         server.ask(text)

@@ -12,12 +12,20 @@ import pytest
 import jaxkv
 from jaxkv.serving.engine import Engine, FinishReason, Request
 from models.compiling import counting
-from tests.generation.tiny import forward, load
+from tests.generation.tiny import forward, load_tiny
 from tests.helpers.caches import Kind
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_plan
 from tests.serving import servers
-from tests.serving.servers import POOL, STREAMS, alone, assert_as_alone, assert_only_kept, run, warm
+from tests.serving.servers import (
+    POOL,
+    STREAMS,
+    assert_as_alone,
+    assert_only_kept,
+    generate_alone,
+    make_warm_engine,
+    run_requests,
+)
 
 pytestmark = pytest.mark.core
 
@@ -25,10 +33,14 @@ GROUPS_WINDOW = replace(servers.GROUPS, windows=(None, jaxkv.Window.sliding(4)))
 CACHES = [(POOL, None), (STREAMS, None), (GROUPS_WINDOW, (5,)), (servers.ROOMY, (5,))]
 
 
-@pytest.mark.parametrize(("kind", "holders"), in_lanes(CACHES, fast=CACHES[:1]), ids=str)
+@pytest.mark.parametrize(("kind", "holders"), mark_cases(CACHES, fast=CACHES[:1]), ids=str)
 def test_engine_texts_are_as_each_alone(kind, holders):
-    requests = servers.begun_alike(servers.mixed(20), most=20) if holders else servers.mixed(20)
-    engine, waiting, results = warm(kind, holders=holders), list(requests), []
+    requests = (
+        servers.prepend_tokens(servers.make_requests(20), most=20)
+        if holders
+        else servers.make_requests(20)
+    )
+    engine, waiting, results = make_warm_engine(kind, holders=holders), list(requests), []
     with counting() as compiled:
         for _ in range(8):
             engine.submit(waiting.pop(0))
@@ -45,8 +57,8 @@ def test_engine_texts_are_as_each_alone(kind, holders):
 
 
 def test_engine_generate_returns_samples_in_order():
-    earlier, *requests = servers.mixed(5)
-    engine, left = warm(POOL), []
+    earlier, *requests = servers.make_requests(5)
+    engine, left = make_warm_engine(POOL), []
     first = engine.submit(earlier)
     outputs = engine.generate(
         iter(requests), num_samples=2, on_output=lambda _, count: left.append(count)
@@ -57,7 +69,7 @@ def test_engine_generate_returns_samples_in_order():
 
 
 def test_engine_generate_that_raises_loses_nothing():
-    requests, engine = servers.mixed(4), warm(POOL)
+    requests, engine = servers.make_requests(4), make_warm_engine(POOL)
     for wrong in (Request(prompt=[1] * 999, max_new_tokens=1), "request"):
         with pytest.raises((ValueError, TypeError)):
             engine.generate([*requests, wrong])
@@ -77,10 +89,10 @@ def test_engine_texts_that_give_way_are_as_each_alone():
     """Without reservations the youngest requests wait again when running ones take all cells."""
     long = dict(max_new_tokens=18, sampling=dict(temperature=1.5))
     requests = [Request(prompt=[i, 3], seed=i, tag=i, **long) for i in range(6)]
-    requests += servers.mixed(10, seed=1)
+    requests += servers.make_requests(10, seed=1)
     for i, state in {0: 0, 1: 1, 2: 2, 13: 1, 14: 1, 15: 1}.items():
         requests[i] = replace(requests[i], constraint_state=state)
-    engine = warm(POOL, reserve=False, constraint=servers.RULE)
+    engine = make_warm_engine(POOL, reserve=False, constraint=servers.RULE)
     most, results = 0, []
     with counting() as compiled:
         for request in requests:
@@ -95,17 +107,17 @@ def test_engine_texts_that_give_way_are_as_each_alone():
 
 
 def test_engine_without_reservations_fills_a_stream():
-    engine = servers.engine_of(STREAMS, reserve=False)
-    (result,) = run(engine, [Request(prompt=[1, 2, 3], max_new_tokens=99)])
+    engine = servers.make_engine(STREAMS, reserve=False)
+    (result,) = run_requests(engine, [Request(prompt=[1, 2, 3], max_new_tokens=99)])
     assert result.reason == FinishReason.OUT_OF_CELLS
     assert len(result.tokens) == STREAMS.cells - 3 + 1
-    wanted, _, _ = alone(replace(result.request, max_new_tokens=len(result.tokens)))
+    wanted, _, _ = generate_alone(replace(result.request, max_new_tokens=len(result.tokens)))
     assert result.tokens.tolist() == wanted.tolist()
     assert_only_kept(engine)
 
 
 def test_cancel_frees_cells_at_once():
-    engine = warm(POOL)
+    engine = make_warm_engine(POOL)
     endless = [Request(prompt=[1] * 6, max_new_tokens=16, tag=i) for i in range(3)]
     ids = [engine.submit(request) for request in endless]
     assert engine.step() == []
@@ -117,7 +129,7 @@ def test_cancel_frees_cells_at_once():
     names = [(one.id, one.reason.name) for one in results]
     assert names == [(ids[1], "CANCELLED"), (ids[0], "CANCELLED"), (ids[2], "LENGTH")]
     assert len(results[0].tokens) == 0 < len(results[1].tokens)
-    tokens, _, _ = alone(endless[0])
+    tokens, _, _ = generate_alone(endless[0])
     assert results[1].tokens.tolist() == tokens[: len(results[1].tokens)].tolist()
     long = engine.submit(Request(prompt=[1] * 20, max_new_tokens=2))
     assert engine.step() == [] and engine.tokens_of(long) == []
@@ -128,7 +140,7 @@ def test_cancel_frees_cells_at_once():
 
 
 def test_engine_running_texts_get_a_token_per_chunk():
-    engine = servers.engine_of(STREAMS)
+    engine = servers.make_engine(STREAMS)
     short = engine.submit(Request(prompt=[1], max_new_tokens=11))
     engine.step()
     before = len(engine.tokens_of(short))
@@ -139,7 +151,7 @@ def test_engine_running_texts_get_a_token_per_chunk():
 
 
 def test_results_not_taken_are_handed_out_later():
-    engine = warm(POOL)
+    engine = make_warm_engine(POOL)
     ids = [engine.submit(Request(prompt=[1], max_new_tokens=1)) for _ in range(3)]
     first = next(engine.results())
     assert engine.busy and engine.cache.num_used_cells() == 0
@@ -148,32 +160,32 @@ def test_results_not_taken_are_handed_out_later():
 
 
 def test_stream_gives_pieces_of_all_texts_and_their_ends():
-    engine, requests, ended = warm(POOL), servers.mixed(6), []
+    engine, requests, ended = make_warm_engine(POOL), servers.make_requests(6), []
     pieces = {engine.submit(one): [] for one in requests}
     for number, tokens, reason in engine.stream():
         pieces[number].append(tokens)
         ended += [number] if reason is not None else []
     for one, said in zip(requests, pieces.values(), strict=True):
-        assert sum(said, []) == alone(one)[0].tolist()
+        assert sum(said, []) == generate_alone(one)[0].tolist()
     assert sorted(ended) == [*pieces] and max(map(len, pieces.values())) > 1
 
 
 def test_submit_copies_options_and_prompt():
-    engine, options, prompt = warm(POOL), {"temperature": 0.0}, np.array([1, 2, 3])
+    engine, options, prompt = make_warm_engine(POOL), {"temperature": 0.0}, np.array([1, 2, 3])
     engine.submit(Request(prompt=prompt, max_new_tokens=6, sampling=options))
     options["temperature"], prompt[:] = -1.0, 0
     (result,) = engine.results()
     assert result.request.sampling == {"temperature": 0.0}
-    wanted, _, _ = alone(Request(prompt=[1, 2, 3], max_new_tokens=6))
+    wanted, _, _ = generate_alone(Request(prompt=[1, 2, 3], max_new_tokens=6))
     assert result.tokens.tolist() == wanted.tolist()
 
 
 def test_engine_penalties_count_prompts():
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
-    requests = [replace(one, sampling=options) for one in servers.mixed(6, seed=3)]
-    engine = servers.engine_of(POOL, sampling_options=options, penalty_last_n=4)
-    for result, request in zip(run(engine, requests), requests, strict=True):
-        tokens, _, _ = alone(request, last_n=4)
+    requests = [replace(one, sampling=options) for one in servers.make_requests(6, seed=3)]
+    engine = servers.make_engine(POOL, sampling_options=options, penalty_last_n=4)
+    for result, request in zip(run_requests(engine, requests), requests, strict=True):
+        tokens, _, _ = generate_alone(request, last_n=4)
         assert result.tokens.tolist() == tokens.tolist()
 
 
@@ -183,7 +195,7 @@ def test_engine_no_allowed_token_ends_text():
         return step, jnp.full_like(logits, -jnp.inf)
 
     request = Request(prompt=[1, 2], max_new_tokens=3)
-    (result,) = run(servers.engine_of(POOL, model=mute), [request])
+    (result,) = run_requests(servers.make_engine(POOL, model=mute), [request])
     assert result.reason == FinishReason.NO_TOKEN and result.tokens.size == 0
 
 
@@ -206,7 +218,7 @@ class Broken:
 
 def test_engine_error_while_tracing_changes_nothing():
     model = Broken()
-    engine = servers.engine_of(POOL, model=model.forward)
+    engine = servers.make_engine(POOL, model=model.forward)
     request = Request(prompt=[1, 2], max_new_tokens=5)
     engine.submit(request)
     model.traced = True
@@ -223,7 +235,7 @@ BROKEN = Broken()
 
 @pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
 def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
-    engine = servers.engine_of(POOL, model=BROKEN.forward, stop_tokens=())
+    engine = servers.make_engine(POOL, model=BROKEN.forward, stop_tokens=())
     engine.submit(Request(prompt=[1, 2], max_new_tokens=1))
     long = engine.submit(Request(prompt=[1, 2], max_new_tokens=9))
     next(engine.results())
@@ -251,8 +263,8 @@ def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
         next(results)
 
 
-@pytest.mark.parametrize("rule", in_lanes(["sliding", "chunked", "symmetric"], ["sliding"]))
-@pytest.mark.parametrize("streams", in_lanes([1, 2], fast=[2]))
+@pytest.mark.parametrize("rule", mark_cases(["sliding", "chunked", "symmetric"], ["sliding"]))
+@pytest.mark.parametrize("streams", mark_cases([1, 2], fast=[2]))
 def test_can_hold_is_exact_for_windows(rule, streams):
     """If it is True no plan is ever refused; with a cell less, one may be."""
     windows, at_once, lengths = (jaxkv.Window(6, rule),), 4, [20, 17]
@@ -268,7 +280,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
                     batch = jaxkv.make_batch([1] * count, sequences=seq)
                     plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
                     refused |= not plan.ok
-                    cache = settle(cache, plan)
+                    cache = apply_plan(cache, plan)
         assert refused == (cells < enough)
 
 
@@ -284,15 +296,15 @@ def test_can_hold_is_exact_for_windows(rule, streams):
     ],
 )
 def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, holders):
-    model = load(name)
-    requests = servers.begun_alike(servers.mixed(64, most=40), most=40)
+    model = load_tiny(name)
+    requests = servers.prepend_tokens(servers.make_requests(64, most=40), most=40)
     cells = 40 * max(10 // streams // 2, 2)
     cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
     options = dict(stop_tokens=servers.STOP, prefill_chunk=16, tokens_per_step=8, reserve=reserve)
     engine = Engine(model.forward, model.params, cache, prefix_sequences=holders, **options)
     engine.warm_up()
     with counting() as compiled:
-        results = run(engine, requests)
+        results = run_requests(engine, requests)
         assert compiled() == 0
     empty = model.make_cache(cells=80, ubatch_size=16)
     assert_as_alone(results, requests, model=model.forward, params=model.params, cache=empty)

@@ -12,7 +12,14 @@ from jaxkv.serving.prefill_chunks import PromptPart, chunk_shapes, cut_chunk
 from jaxkv.serving.request import check_config, make_batch_sampler
 from tests.helpers.caches import Kind, attention_cache
 from tests.serving import servers
-from tests.serving.servers import POOL, STREAMS, alone, engine_of, placed, run
+from tests.serving.servers import (
+    POOL,
+    STREAMS,
+    count_placed,
+    generate_alone,
+    make_engine,
+    run_requests,
+)
 
 pytestmark = pytest.mark.core
 
@@ -20,7 +27,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize("kind", [POOL, STREAMS, Kind("one", cells=12, sequences=1)], ids=str)
 @pytest.mark.parametrize("reserve", [True, False])
 def test_submit_of_a_request_for_more_cells_than_a_stream_raises(kind, reserve):
-    engine = engine_of(kind, reserve=reserve)
+    engine = make_engine(kind, reserve=reserve)
     with pytest.raises(ValueError, match=f"expected cells for {kind.cells + 1} tokens"):
         engine.submit(Request(prompt=[1] * (kind.cells + 1), max_new_tokens=1))
     with (
@@ -30,7 +37,7 @@ def test_submit_of_a_request_for_more_cells_than_a_stream_raises(kind, reserve):
     ):
         engine.submit(Request(prompt=[1], max_new_tokens=(kind.cells + 1) * reserve))
     assert not engine.busy
-    (result,) = run(engine, [Request(prompt=[1] * kind.cells, max_new_tokens=1)])
+    (result,) = run_requests(engine, [Request(prompt=[1] * kind.cells, max_new_tokens=1)])
     assert result.tokens.size == 1 and result.reason in (FinishReason.LENGTH, FinishReason.STOP)
 
 
@@ -44,7 +51,7 @@ def test_default_chunk_is_within_the_ubatch_size_of_the_cache(ubatch_size, chunk
 
 
 def test_stop_tokens_of_a_request_up_to_the_maximum():
-    engine = engine_of(POOL, max_stop_tokens=2)
+    engine = make_engine(POOL, max_stop_tokens=2)
     engine.submit(Request(prompt=[1], max_new_tokens=1, stop_tokens=[8, 9]))
     with pytest.raises(ValueError, match="stop"):
         engine.submit(Request(prompt=[1], max_new_tokens=1, stop_tokens=[7, 8, 9]))
@@ -53,7 +60,7 @@ def test_stop_tokens_of_a_request_up_to_the_maximum():
 def test_request_that_ends_leaves_its_cells_to_a_refused_one():
     """Both need a cell in one step, and only one is free: the text of both goes on or ends."""
     kind = Kind("tight", cells=10, sequences=2)
-    engine = engine_of(kind, reserve=False, tokens_per_step=2, stop_tokens=[])
+    engine = make_engine(kind, reserve=False, tokens_per_step=2, stop_tokens=[])
     first = engine.submit(Request(prompt=[1, 2], max_new_tokens=4))
     second = engine.submit(Request(prompt=[3, 4, 5], max_new_tokens=7))
     most, preempted, results = 0, 0, []
@@ -65,41 +72,41 @@ def test_request_that_ends_leaves_its_cells_to_a_refused_one():
         preempted += bool(before) and any(text.sequence < 0 for text in states)
     assert most > 7 and preempted == 0
     for result, tokens in zip(sorted(results, key=lambda one: one.id), (4, 7), strict=True):
-        wanted, *_ = alone(result.request, stop_tokens=())
+        wanted, *_ = generate_alone(result.request, stop_tokens=())
         assert result.tokens.tolist() == wanted.tolist() and result.tokens.size == tokens
     assert [result.id for result in results] == [first, second]
 
 
 def test_requests_need_cells_for_as_many_tokens_as_they_may_generate():
-    engine = engine_of(POOL, reserve=False)
+    engine = make_engine(POOL, reserve=False)
     for seed in (1, 2):
-        engine.submit(Request(prompt=servers.tokens(12, seed), max_new_tokens=1))
+        engine.submit(Request(prompt=servers.draw_tokens(12, seed), max_new_tokens=1))
     engine._schedule.admit()
-    assert placed(engine) == 2
+    assert count_placed(engine) == 2
 
 
 def test_requests_in_a_window_need_cells_for_a_token_of_each():
     """Each of 3 texts attends to 2 cells, and all get a token in one step."""
     kind = Kind("window", cells=10, sequences=4, windows=(jaxkv.Window.sliding(3),))
-    engine = engine_of(kind, prefill_chunk=1)
+    engine = make_engine(kind, prefill_chunk=1)
     for seed in range(4):
-        engine.submit(Request(prompt=servers.tokens(6, seed), max_new_tokens=4))
+        engine.submit(Request(prompt=servers.draw_tokens(6, seed), max_new_tokens=4))
     engine._schedule.admit()
-    assert placed(engine) == 3
+    assert count_placed(engine) == 3
 
 
 def test_request_waits_for_the_cells_of_a_chunk_in_a_window():
     kind = Kind("window", cells=11, sequences=2, windows=(jaxkv.Window.sliding(3),))
     for chunk, count in ((8, 1), (4, 2)):
-        engine = engine_of(kind, prefill_chunk=chunk)
+        engine = make_engine(kind, prefill_chunk=chunk)
         for seed in range(2):
-            engine.submit(Request(prompt=servers.tokens(20, seed), max_new_tokens=4))
+            engine.submit(Request(prompt=servers.draw_tokens(20, seed), max_new_tokens=4))
         engine.step()
-        assert placed(engine) == count
+        assert count_placed(engine) == count
         results = sorted(engine.results(), key=lambda result: result.id)
         cache = Kind("alone", cells=64, sequences=1, windows=kind.windows)
         for result in results:
-            wanted, *_ = alone(result.request, cache=cache.make())
+            wanted, *_ = generate_alone(result.request, cache=cache.make())
             assert result.tokens.tolist() == wanted.tolist()
 
 
@@ -139,30 +146,30 @@ def test_prompt_of_two_chunks_ends_if_a_model_attends_ahead(length, reason):
 
     cache = attention_cache(layers=2, kv_heads=1, head_dim=1, cells=16, sequences=1)
     engine = Engine(ahead, None, cache, prefill_chunk=8)
-    (result,) = run(engine, [Request(prompt=[1] * length, max_new_tokens=1)])
+    (result,) = run_requests(engine, [Request(prompt=[1] * length, max_new_tokens=1)])
     assert result.reason == FinishReason[reason]
 
 
 def test_stop_token_in_the_middle_of_a_step_ends_a_request():
     request = Request(prompt=[1, 2, 3], max_new_tokens=8, sampling={"temperature": 1.5}, seed=3)
-    wanted, *_ = alone(request, stop_tokens=[])
+    wanted, *_ = generate_alone(request, stop_tokens=[])
     stop = next(token for i, token in enumerate(wanted) if i > 1 and token not in wanted[:i])
-    engine = engine_of(POOL, tokens_per_step=8, stop_tokens=[int(stop)])
-    (result,) = run(engine, [request])
+    engine = make_engine(POOL, tokens_per_step=8, stop_tokens=[int(stop)])
+    (result,) = run_requests(engine, [request])
     assert result.reason == FinishReason.STOP
     assert result.tokens.tolist() == wanted[: wanted.tolist().index(stop) + 1].tolist()
 
 
 def test_refused_chunk_preempts_no_request_of_another_stream():
     """The running request takes the cells that the prompt beside it needs for its last chunks."""
-    engine = engine_of(
+    engine = make_engine(
         Kind("groups", cells=44, sequences=6, streams=2),
         reserve=False,
         tokens_per_step=1,
         stop_tokens=[],
     )
     requests = [Request(prompt=[1, 2, 3, 4], max_new_tokens=24)]
-    requests += [Request(prompt=servers.tokens(38, seed), max_new_tokens=2) for seed in (1, 2)]
+    requests += [Request(prompt=servers.draw_tokens(38, seed), max_new_tokens=2) for seed in (1, 2)]
     ids, waited = [engine.submit(request) for request in requests], set()
     results = []
     while engine.busy:
@@ -170,12 +177,12 @@ def test_refused_chunk_preempts_no_request_of_another_stream():
         waited |= {text.id for text in engine._schedule.all_requests if text.sequence < 0}
     assert waited == {ids[1]} and {result.reason for result in results} == {FinishReason.LENGTH}
     for result in results:
-        wanted, *_ = alone(result.request, stop_tokens=())
+        wanted, *_ = generate_alone(result.request, stop_tokens=())
         assert result.tokens.tolist() == wanted.tolist()
 
 
 def test_generate_that_raises_keeps_results_of_other_requests():
-    engine = servers.warm(POOL)
+    engine = servers.make_warm_engine(POOL)
     cancelled = engine.submit(Request(prompt=[1, 2], max_new_tokens=4))
     assert engine.cancel(cancelled)
     with pytest.raises(ValueError, match="expected cells for"):

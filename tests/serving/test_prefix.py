@@ -21,11 +21,11 @@ from jaxkv.serving.prefix_cache.matching import common_prefix_length
 from tests.generation.tiny import assert_sound
 from tests.helpers import edit_sequences
 from tests.helpers.caches import GROUPS, Kind, assert_identical, drawing
-from tests.helpers.edit_sequences import bytes_of, states_of
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
-from tests.serving.servers import Server, serving, states, tokens
-from tests.snapshot.saved import with_numbers
+from tests.helpers.edit_sequences import list_states, state_bytes
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import add_tokens, apply_batch, apply_plan
+from tests.serving.servers import Server, draw_tokens, make_server, make_states
+from tests.snapshot.saved import randomize
 
 pytestmark = pytest.mark.core
 
@@ -34,22 +34,22 @@ WINDOW = replace(POOL, windows=(jaxkv.Window.sliding(6),))
 STREAMS = Kind("streams", cells=12, sequences=3, streams=3)
 
 
-def hybrid(max_rollback=0):
-    return compose_hybrid_cache((POOL.make(), [0, 1]), (states(max_rollback), [2]))
+def make_hybrid(max_rollback=0):
+    return compose_hybrid_cache((POOL.make(), [0, 1]), (make_states(max_rollback), [2]))
 
 
-MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": hybrid}
-over_kinds = pytest.mark.parametrize("kind", in_lanes(MAKES, fast=["hybrid"]))
+MAKES = {"full": POOL.make, "window": WINDOW.make, "states": make_states, "hybrid": make_hybrid}
+over_kinds = pytest.mark.parametrize("kind", mark_cases(MAKES, fast=["hybrid"]))
 
 
 @over_kinds
 def test_prefix_in_a_conversation_computes_each_token_once(kind):
-    server, text = serving(MAKES[kind](), [3]), []
+    server, text = make_server(MAKES[kind](), [3]), []
     for turn in range(5):
-        text += tokens(4, turn)
+        text += draw_tokens(4, turn)
         found = server.ask(text)
         assert found == (len(text) - 4, Miss.NONE if turn else Miss.UNKNOWN)
-        answer = tokens(4, 100 + turn)
+        answer = draw_tokens(4, 100 + turn)
         server.go_on(answer)
         text += answer
         assert server.remember(text) is Miss.NONE
@@ -63,7 +63,7 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
     """And forks none: of a holder with a hole only the tokens before it are used."""
     cache, text = POOL.make(), [1, 2, 3, 4, 5, 6]
     store = PrefixStore(cache, sequences=[3])
-    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
+    cache = apply_batch(cache, text)
     for edited, _ in (jaxkv.seq_rm(cache, 0, 2, 4), jaxkv.seq_add(cache, 0, 0, -1, delta=3)):
         same, kept, (_, miss) = store.store(edited, text, 0)
         assert miss is Miss.INCOMPLETE and not kept.prompts
@@ -76,9 +76,9 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
 
 
 def test_fork_of_a_moved_recurrent_holder_finds_nothing():
-    cache, text = states(), [1, 2, 3, 4]
+    cache, text = make_states(), [1, 2, 3, 4]
     store = PrefixStore(cache, sequences=[1])
-    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
+    cache = apply_batch(cache, text)
     cache, store, (_, miss) = store.store(cache, text, 0)
     assert miss is Miss.NONE and store.fork(cache, [*text, 7], 0).hit[0] == 4
     cache, ok = jaxkv.seq_add(cache, 1, 0, -1, delta=3)
@@ -86,26 +86,21 @@ def test_fork_of_a_moved_recurrent_holder_finds_nothing():
 
 
 def test_store_knows_the_text_that_a_sequence_holds():
-
-    def told(cache, some, seq=0, **more):
-        batch = jaxkv.make_batch(some, sequences=seq, **more)
-        return settle(cache, jaxkv.init_batch(cache, batch).check())
-
     text, empty = [1, 2, 3, 4, 5, 6], POOL.make(None)
-    other = told(empty, [1, 2, 3, 9])
-    slid, ok = generation.context_shift(told(empty, text), 0, num_keep=2, num_discard=2)
+    other = add_tokens(empty, [1, 2, 3, 9])
+    slid, ok = generation.context_shift(add_tokens(empty, text), 0, num_keep=2, num_discard=2)
     slid = jaxkv.apply(slid, jaxkv.init_update(slid))
-    placed = told(empty, text, extra={"place": np.zeros(6)})
+    placed = apply_batch(empty, text, extra={"place": np.zeros(6)})
     store = PrefixStore(empty, sequences=[3])
     assert ok
     for cache, claimed in ((slid, [1, 2, 5, 6]), (other, text[:4]), (placed, text)):
         assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TOKENS
-    cache, _ = jaxkv.seq_cp(told(told(empty, [9, 9], 1), text), 0, 2)
-    cache = settle(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
+    cache, _ = jaxkv.seq_cp(add_tokens(add_tokens(empty, [9, 9], 1), text), 0, 2)
+    cache = apply_plan(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
     cache, store, (_, miss) = store.store(cache, text, 2)
     assert miss is Miss.NONE
-    refilled = told(jaxkv.seq_rm(cache, 3)[0], [1, 2, 9, 4, 5, 6], 3)
-    for holding in (refilled, told(empty, [1, 2, 9, 4, 5, 6], 3)):
+    refilled = add_tokens(jaxkv.seq_rm(cache, 3)[0], [1, 2, 9, 4, 5, 6], 3)
+    for holding in (refilled, add_tokens(empty, [1, 2, 9, 4, 5, 6], 3)):
         assert store.fork(holding, [*text, 7], 1).hit == (2, Miss.OTHER_TOKENS)
     assert store.fork(cache, [*text, 7], 1).hit == (6, Miss.NONE)
 
@@ -115,7 +110,7 @@ def test_store_knows_the_text_that_a_state_has_seen():
     cache = edit_sequences.make(kept=1, streams=3)
     store = PrefixStore(cache, sequences=[2])
     for part in (text[:2], text[2:3], text[3:]):
-        cache = edit_sequences.run(cache, jaxkv.make_batch(part, sequences=0))
+        cache = edit_sequences.run_batch(cache, jaxkv.make_batch(part, sequences=0))
     for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
         assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TOKENS
     moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
@@ -125,14 +120,14 @@ def test_store_knows_the_text_that_a_state_has_seen():
     assert ok and miss is Miss.NONE
     assert kept.fork(cache, [*text, 7], 1).hit == (6, Miss.NONE)
     cache, _ = jaxkv.seq_rm(cache, 2)
-    refilled = edit_sequences.run(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
+    refilled = edit_sequences.run_batch(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
     assert kept.fork(refilled, [*text, 7], 1).hit == (0, Miss.OTHER_TOKENS)
 
 
 @over_kinds
 def test_prefix_by_5_prompts_holds_common_tokens_once(kind):
-    common = tokens(16)
-    server = serving(MAKES[kind](), [5], common)
+    common = draw_tokens(16)
+    server = make_server(MAKES[kind](), [5], common)
     for seq in range(5):
         assert server.ask([*common, 20 + seq, 30], seq) == (16, Miss.NONE)
     assert server.computed == 5 * 2
@@ -141,16 +136,16 @@ def test_prefix_by_5_prompts_holds_common_tokens_once(kind):
 
 
 def test_prefix_of_a_state_has_seen_the_prefix():
-    def tell(cache, some, seq):
-        return edit_sequences.run(cache, jaxkv.make_batch(some, sequences=seq))
+    def write_states(cache, some, seq):
+        return edit_sequences.run_batch(cache, jaxkv.make_batch(some, sequences=seq))
 
     cache = edit_sequences.make(kept=1, streams=3)
-    server = Server(cache, PrefixStore(cache, sequences=[2]), tell=tell)
+    server = Server(cache, PrefixStore(cache, sequences=[2]), add_tokens=write_states)
     server.ask([1, 2, 3])
     server.remember([1, 2, 3])
     assert server.ask([1, 2, 3], 1) == (2, Miss.NONE)
     assert server.ask([1, 2, 3, 4], 1) == (3, Miss.NONE)
-    assert states_of(server.cache, 1)[-1] == (3, bytes_of([1, 2, 3, 4], range(2)))
+    assert list_states(server.cache, 1)[-1] == (3, state_bytes([1, 2, 3, 4], range(2)))
 
 
 # ---- the cases of ollama's runner/ollamarunner/cache_test.go, until v0.30
@@ -169,10 +164,10 @@ FIND_SLOT = {  # holders; stored texts; a prompt, its match; the texts afterward
 }
 
 
-@pytest.mark.parametrize("case", in_lanes(FIND_SLOT, fast=["Extend", "Used"], core=FIND_SLOT))
+@pytest.mark.parametrize("case", mark_cases(FIND_SLOT, fast=["Extend", "Used"], core=FIND_SLOT))
 def test_prefix_finds_what_ollama_finds(case):
     holders, texts, prompt, wanted, after = FIND_SLOT[case]
-    server = serving(POOL.make(), holders, *texts)
+    server = make_server(POOL.make(), holders, *texts)
     assert server.ask(prompt) == wanted
     assert server.computed == len(prompt) - wanted[0]
     server.remember(prompt)
@@ -181,7 +176,7 @@ def test_prefix_finds_what_ollama_finds(case):
 
 def test_prefix_needs_what_the_window_of_a_text_shows():
     kind = Kind("", cells=10, sequences=2, windows=(jaxkv.Window.sliding(3),))
-    server = serving(kind.make(), [1], range(8))
+    server = make_server(kind.make(), [1], range(8))
     server.ask(range(20, 27))  # uses hidden cells of the holder
     server.forget()
     found = {5: (0, Miss.CONTEXT_EVICTED), 6: (5, Miss.NONE), 9: (8, Miss.NONE)}
@@ -190,7 +185,7 @@ def test_prefix_needs_what_the_window_of_a_text_shows():
 
 
 def test_prefix_needs_a_state_that_is_kept():
-    server = serving(states(max_rollback=1), [3], range(8))
+    server = make_server(make_states(max_rollback=1), [3], range(8))
     for text, wanted in [
         (range(9), (8, Miss.NONE)),
         (range(8), (7, Miss.NONE)),
@@ -201,19 +196,19 @@ def test_prefix_needs_a_state_that_is_kept():
 
 
 def test_prefix_in_a_hybrid_needs_all_of_its_parts():
-    server = serving(hybrid(), [1, 2], range(8))
+    server = make_server(make_hybrid(), [1, 2], range(8))
     assert server.ask([*range(6), 50]) == (0, Miss.NO_STATE)
     assert server.remember(range(6)) is Miss.NO_STATE
     for texts in ((range(8), range(6)), (range(6), range(8))):
-        server = serving(hybrid(), [1, 2], *texts)
+        server = make_server(make_hybrid(), [1, 2], *texts)
         assert len(server.texts) == 2  # the longer one does not replace the shorter
     assert server.ask([*range(6), 50]) == (6, Miss.NONE)
     assert server.ask([*range(7), 50]) == (6, Miss.NO_STATE)
     assert server.ask([*range(8), 50]) == (8, Miss.NONE)
 
 
-def test_prefix_tells_evicted_from_unknown_and_lost():
-    server = serving(POOL.make(), [3], [1, 2, 3], [5, 6])
+def test_prefix_miss_has_a_reason_each_for_evicted_unknown_and_lost():
+    server = make_server(POOL.make(), [3], [1, 2, 3], [5, 6])
     assert server.texts == [[5, 6]]
     assert server.found([1, 2]) == (0, Miss.EVICTED)
     assert server.found([4, 2]) == (0, Miss.UNKNOWN)
@@ -222,7 +217,7 @@ def test_prefix_tells_evicted_from_unknown_and_lost():
 
 
 def test_remember_counts_shared_cells_once():
-    server = serving(POOL.make(), [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6], cells=8)
+    server = make_server(POOL.make(), [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6], cells=8)
     assert server.held == 6 and len(server.texts) == 2
     server.ask([7, 8, 9])
     assert server.remember([7, 8, 9]) is Miss.NONE
@@ -232,7 +227,7 @@ def test_remember_counts_shared_cells_once():
 
 
 def test_remember_too_long_or_held_text_displaces_nothing():
-    server = serving(POOL.make(), [1, 2], [1, 2], [3], cells=4)
+    server = make_server(POOL.make(), [1, 2], [1, 2], [3], cells=4)
     server.ask(range(10, 15))
     before = server.cache
     assert server.remember(range(10, 15)) is Miss.OUT_OF_CELLS
@@ -243,7 +238,7 @@ def test_remember_too_long_or_held_text_displaces_nothing():
 
 
 def test_remember_in_groups_prefers_holders_of_the_stream():
-    server = serving(GROUPS.make(), [1, 3], [1, 2, 3])
+    server = make_server(GROUPS.make(), [1, 3], [1, 2, 3])
     assert server.ask([1, 2, 3, 4], seq=2) == (3, Miss.NONE)  # copied
     assert server.remember([1, 2, 3], seq=2) is Miss.NONE
     assert drawing(server.cache) == "0{1} 1{1} 2{1} | 0{2,3} 1{2,3} 2{2,3} 3{2}"
@@ -252,13 +247,13 @@ def test_remember_in_groups_prefers_holders_of_the_stream():
 
 
 def test_prefix_copy_without_room_is_a_miss():
-    server = serving(GROUPS.make(), [1], range(8))
+    server = make_server(GROUPS.make(), [1], range(8))
     server.go_on(range(20, 28), seq=3)
     assert server.cache.table.spec.has_shared_streams
     cache, store, found = server.store.fork(server.cache, range(9), 2)
     assert found == (0, Miss.OUT_OF_CELLS) and store is server.store
     assert_identical(cache, server.cache)
-    small = serving(GROUPS.make(), [1])
+    small = make_server(GROUPS.make(), [1])
     small.go_on(range(8), seq=2)
     small.go_on(range(20, 24), seq=0)
     before = small.cache
@@ -268,7 +263,7 @@ def test_prefix_copy_without_room_is_a_miss():
 
 def test_store_is_a_value_with_tokens_of_its_own():
     text = np.array([1, 2, 3], np.int32)
-    server = serving(POOL.make(), [3], text)
+    server = make_server(POOL.make(), [3], text)
     text[:] = 7
     before = replace(server)
     server.ask([5, 6])
@@ -280,12 +275,12 @@ RANDOM = {
     "full": POOL.make,
     "window": replace(POOL, cells=24, windows=(jaxkv.Window.sliding(3),)).make,
     "streams": replace(POOL, cells=24, streams=3).make,
-    "states": lambda: states(max_rollback=1),
-    "hybrid": hybrid,
+    "states": lambda: make_states(max_rollback=1),
+    "hybrid": make_hybrid,
 }
 
 
-@pytest.mark.parametrize("kind", in_lanes(RANDOM, fast=["hybrid"]))
+@pytest.mark.parametrize("kind", mark_cases(RANDOM, fast=["hybrid"]))
 @settings(max_examples=20)
 @given(data=st.data())
 def test_prefix_random_prompts_matches_computed(kind, data):
@@ -314,8 +309,8 @@ def test_prefix_random_prompts_matches_computed(kind, data):
 
 
 def test_with_prompts_takes_what_a_snapshot_loads():
-    server = serving(POOL.make(), [2, 3], [1, 2, 3, 4])  # in sequence 2
-    data = snapshot.save(with_numbers(server.cache), sequences=[2])
+    server = make_server(POOL.make(), [2, 3], [1, 2, 3, 4])  # in sequence 2
+    data = snapshot.save(randomize(server.cache), sequences=[2])
     cache = snapshot.load(data, into=POOL.make(), sequences={2: 3})
     store = PrefixStore(POOL.make(), sequences=[2, 3]).with_prompts({3: [1, 2, 3, 4]})
     cache, _, hit = store.fork(cache, [1, 2, 3, 5], seq=1)

@@ -25,8 +25,8 @@ import jaxkv
 from jaxkv import generation, make_batch, sharding
 from jaxkv.core import array_utils
 from jaxkv.serving.engine import Engine, Request
-from tests.helpers.pods import placed
-from tests.helpers.steps import settle
+from tests.helpers.pods import place_on_mesh
+from tests.helpers.steps import apply_plan
 from tests.sharding import tiny
 
 SAMPLER = generation.make_sampler(temperature=0.7)
@@ -44,9 +44,9 @@ CASES = {
 """Layers, sizes of the cache, and axes of the mesh; -1 means the remaining devices."""
 
 
-def make(name: str) -> Any:
+def make_case_cache(name: str) -> Any:
     layers, sizes, _ = CASES[name]
-    return tiny.make(layers, rope=jaxkv.Rope.make(4, base=100.0), **sizes)
+    return tiny.make_tiny(layers, rope=jaxkv.Rope.make(4, base=100.0), **sizes)
 
 
 def params() -> jax.Array:
@@ -64,11 +64,11 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
     return mesh
 
 
-def planned(cache: Any, batch: jaxkv.Batch) -> Any:
-    return settle(cache, jaxkv.init_batch(cache, batch).check())
+def apply_batch(cache: Any, batch: jaxkv.Batch) -> Any:
+    return apply_plan(cache, jaxkv.init_batch(cache, batch).check())
 
 
-def of_first(compute: Callable[[], Any]) -> Any:
+def share_result(compute: Callable[[], Any]) -> Any:
     """Return the result of the first process in all processes, which wait for its file."""
     folder = Path(sys.argv[-1])
     file, ready = folder / "alone", folder / "alone is written"
@@ -99,12 +99,12 @@ def answers(cache: Any) -> dict[str, Any]:
     }
 
 
-def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Run loops and every verb on a cache: steps, the cache after each, and results."""
+def run_every_edit(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Run loops and every edit on a cache: steps, the cache after each, and results."""
     layers, sizes, _ = CASES[name]
     forward, last = tiny.model_of(layers), cache.table.spec.sequences - 1
 
-    def told(cache: Any, *texts: list[int], sequences: list[int]) -> Any:
+    def prefill_texts(cache: Any, *texts: list[int], sequences: list[int]) -> Any:
         batch = make_batch([*texts], sequences=sequences)
         return jaxkv.prefill(forward, params, cache, batch, ubatch_size=4)[:2]
 
@@ -113,7 +113,7 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
 
     ids = [0, 1, 2, last]
     texts = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11], [12, 13, 14, 15]]
-    cache, logits = told(cache, *texts, sequences=ids)
+    cache, logits = prefill_texts(cache, *texts, sequences=ids)
     yield "prompts", cache, logits
 
     options = dict(sampler=SAMPLER, sequences=ids, max_new_tokens=7)
@@ -130,13 +130,13 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     for step, verb in {
         "a gap": lambda m: checked(m, make_batch([0, 1], positions=[50, 51])),
         "no room": lambda m: checked(m, make_batch([[0] * 70, [1]], sequences=[0, last])),
-        "more": lambda m: told(m, [1, 2], [3], sequences=[1, last]),
+        "more": lambda m: prefill_texts(m, [1, 2], [3], sequences=[1, last]),
         "rewind": lambda m: jaxkv.rewind(m, to=past),
         "cuts": lambda m: jaxkv.seq_rm(m, [0, last], [7, -1], [-1, -1]),
         "cp": lambda m: jaxkv.seq_cp(m, 0, [1, last]),
         "cp of a range": lambda m: jaxkv.seq_cp(m, 0, [2, last], 0, 3),
         "select": lambda m: jaxkv.seq_select(m, [last, 0], [0, last]),
-        "told": lambda m: told(m, [5, 6], sequences=[last]),
+        "more in a copy": lambda m: prefill_texts(m, [5, 6], sequences=[last]),
         "cut out": lambda m: jaxkv.seq_rm(m, last, 1, 3),
         "add": lambda m: jaxkv.seq_add(m, last, 3, -1, delta=-2),
         "update missing": lambda m: checked(m, make_batch([1], sequences=last)),
@@ -146,8 +146,8 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
         "another update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         "keep": lambda m: jaxkv.seq_keep(m, last).cache,
         "clear": jaxkv.clear,
-        "fill the first": lambda m: told(m, full, sequences=[0]),
-        "fill the last": lambda m: told(m, full, sequences=[last]),
+        "fill the first": lambda m: prefill_texts(m, full, sequences=[0]),
+        "fill the last": lambda m: prefill_texts(m, full, sequences=[last]),
         "cp to little room": lambda m: jaxkv.seq_cp(m, 0, last - 1),
     }.items():
         try:
@@ -159,20 +159,20 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
         yield step, cache, (rest, answers(cache))
 
 
-def verbs(name: str) -> None:
-    """Every verb, together and then alone.
+def compare_edits(name: str) -> None:
+    """Every edit, together and then alone.
 
     In this order, since a process waits at most 30 seconds for another one when they first use a
     group of devices together.
     """
 
     def noted(cache: Any, params: Any) -> dict[str, tuple[Any, Any]]:
-        steps = story(name, cache, params)
+        steps = run_every_edit(name, cache, params)
         return {step: (cache, jax.device_get(rest)) for step, cache, rest in steps}
 
     with jax.set_mesh(mesh_of(name)):
-        together = noted(placed(make(name)), params())
-    alone = of_first(lambda: jax.device_get(noted(make(name), tiny.params())))
+        together = noted(place_on_mesh(make_case_cache(name)), params())
+    alone = share_result(lambda: jax.device_get(noted(make_case_cache(name), tiny.params())))
     tiny.assert_close(together, alone, name)
 
 
@@ -191,19 +191,19 @@ def requests() -> None:
         return [(one.request.tag, one.tokens, one.logprobs, one.reason.name) for one in results]
 
     with jax.set_mesh(mesh_of("hybrid")):
-        got = served(placed(make("hybrid")), params())
-    wanted = of_first(lambda: served(make("hybrid"), tiny.params()))
+        got = served(place_on_mesh(make_case_cache("hybrid")), params())
+    wanted = share_result(lambda: served(make_case_cache("hybrid"), tiny.params()))
     tiny.assert_close(got, wanted, "requests")
 
 
-def disagreement() -> None:
+def compare_batches() -> None:
     """Processes with equal batches and tables pass; different ones raise."""
     number = jax.process_index()
     with jax.set_mesh(mesh_of("tensor")):
-        cache = planned(placed(make("tensor")), make_batch([[1, 2], [3]]))
+        cache = apply_batch(place_on_mesh(make_case_cache("tensor")), make_batch([[1, 2], [3]]))
         other_batch = make_batch([[1, 2, 3, 4 + number], [5, 6]])
         sharding.assert_in_sync(cache, make_batch([1]))
-        for args in [(cache, other_batch), (planned(cache, other_batch), make_batch([1]))]:
+        for args in [(cache, other_batch), (apply_batch(cache, other_batch), make_batch([1]))]:
             try:
                 sharding.assert_in_sync(*args)
             except (RuntimeError, AssertionError) as error:
@@ -217,22 +217,28 @@ def global_batches() -> None:
     """Arrays of a batch that are split over processes are not read."""
     mesh = mesh_of("window")
     with jax.set_mesh(mesh):
-        cache, alone = placed(make("window")), make("window")
+        cache, alone = place_on_mesh(make_case_cache("window")), make_case_cache("window")
         tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
         where = NamedSharding(mesh, P("data"))
         split = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
         assert not array_utils.is_concrete(split) and not array_utils.is_traced(split)
         some = np.array([True, False, True, True])
-        cache = planned(planned(cache, make_batch(split)), make_batch(split).keep_sequences(some))
-    alone = planned(planned(alone, make_batch(tokens)), make_batch(tokens).keep_sequences(some))
+        cache = apply_batch(
+            apply_batch(cache, make_batch(split)), make_batch(split).keep_sequences(some)
+        )
+    alone = apply_batch(
+        apply_batch(alone, make_batch(tokens)), make_batch(tokens).keep_sequences(some)
+    )
     tiny.assert_close(cache, alone, "split")
 
 
-def killed(who: int) -> None:
+def kill_one(who: int) -> None:
     """One process dies while all compute; the others must not wait for ever."""
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
-        cache, logits, *_ = jaxkv.prefill(forward, params(), placed(make("tensor")), prompt)
+        cache, logits, *_ = jaxkv.prefill(
+            forward, params(), place_on_mesh(make_case_cache("tensor")), prompt
+        )
         begun = generation.init_decode(cache, logits=logits, sampler=SAMPLER).state
         for turn in range(10**6):
             picked = jaxkv.decode(forward, params(), cache, begun, num_tokens=8, sampler=SAMPLER)
@@ -242,12 +248,12 @@ def killed(who: int) -> None:
 
 
 SCENARIOS = {
-    **{name: partial(verbs, name) for name in CASES},
+    **{name: partial(compare_edits, name) for name in CASES},
     "requests": requests,
-    "disagreement": disagreement,
+    "disagreement": compare_batches,
     "global batches": global_batches,
-    "killed 0": partial(killed, 0),
-    "killed 1": partial(killed, 1),
+    "killed 0": partial(kill_one, 0),
+    "killed 1": partial(kill_one, 1),
 }
 
 

@@ -21,9 +21,9 @@ from models.cli.main import main
 from models.families.caches import Attends, make_cache
 from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.room import make_with_room
-from tests.generation.tiny import begun
+from tests.generation.tiny import init_state
 from tests.helpers.hlo import collectives
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 DATA = Path(__file__).parent.parent / "data"
 FAMILIES = (
@@ -34,7 +34,8 @@ TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
 ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
 NOTHING, CELLS_ALONE = ShardingRules(kv_heads=None), ShardingRules(kv_heads=None, cells="cells")
 over_families = pytest.mark.parametrize(
-    "name", in_lanes(FAMILIES, fast=["llama_tied"], core=["granite_hybrid_experts", "deepseek_v3"])
+    "name",
+    mark_cases(FAMILIES, fast=["llama_tied"], core=["granite_hybrid_experts", "deepseek_v3"]),
 )
 
 
@@ -125,7 +126,7 @@ def test_whole_weights_say_why_they_are_whole():
         models.load_shapes(DATA / "gemma3").whole_weights()
 
 
-@pytest.mark.parametrize("name", in_lanes(FAMILIES, core=["llama_tied", "gemma3"]))
+@pytest.mark.parametrize("name", mark_cases(FAMILIES, core=["llama_tied", "gemma3"]))
 def test_model_step_on_mesh_sends_sums(name):
     """A sum for each split part of a layer, and that of the embedding."""
     mesh = make_mesh(TENSOR)
@@ -150,7 +151,7 @@ def test_model_step_on_mesh_sends_sums(name):
 RECURRENT = ["mamba2", "recurrent_gemma", "falcon_h1", "lfm2", "qwen3_next"]
 
 
-@pytest.mark.parametrize("name", in_lanes(RECURRENT, core=["mamba2"]))
+@pytest.mark.parametrize("name", mark_cases(RECURRENT, core=["mamba2"]))
 def test_step_of_fewer_texts_than_sequences_sends_no_states(name):
     """It sends at most as many bytes as a step of all sequences, which are those of activations."""
     mesh = make_mesh(DATA_TENSOR)
@@ -172,11 +173,11 @@ def test_step_of_fewer_texts_than_sequences_sends_no_states(name):
     assert sent(1) <= sent(4) and sent(2, 4) <= sent(4, 4)
 
 
-def run(model):
+def prefill_and_decode(model):
     cache = model.make_cache(cells=64, sequences=2, streams=2, ubatch_size=8)
     prompts = jaxkv.make_batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]])
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, prompts, ubatch_size=8)
-    state = begun(cache, tokens=jnp.argmax(logits, -1).astype(jnp.int32), max_new_tokens=8)
+    state = init_state(cache, tokens=jnp.argmax(logits, -1).astype(jnp.int32), max_new_tokens=8)
     picked = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=8)
     return np.asarray(logits), np.asarray(picked.tokens)
 
@@ -189,7 +190,7 @@ MESHES += [(name, {"tensor": 2, "cells": 2}) for name in ("llama_tied", "granite
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "sizes"), MESHES, ids=str)
 def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
-    logits, tokens = run(models.load(DATA / name))
+    logits, tokens = prefill_and_decode(models.load(DATA / name))
     mesh = make_mesh(sizes)
     model = models.load(DATA / name, mesh=mesh, rules=RULES)
     if "cells" in sizes:
@@ -199,7 +200,7 @@ def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
         dealt = [table.placement.name for table in tables if isinstance(table, Cells)]
         assert dealt == ["striped:2"]
     with jax.set_mesh(mesh):
-        got, picked = run(model)
+        got, picked = prefill_and_decode(model)
     np.testing.assert_allclose(got, logits, atol=1e-4)
     np.testing.assert_array_equal(picked, tokens)
 

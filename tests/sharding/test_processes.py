@@ -19,7 +19,7 @@ ENDED = 60
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
-def run(folder, scenario, count, limit=600):
+def run_processes(folder, scenario, count, limit=600):
     """Run a scenario in processes; their exit codes (None if still running) and outputs."""
     # Each CPU device waits in a thread for the others, and several programs run at once: with the
     # two threads of a small machine the devices block each other.
@@ -53,7 +53,7 @@ def run(folder, scenario, count, limit=600):
 @pytest.mark.parametrize("scenario", [*CASES, "requests", "disagreement", "global batches"])
 def test_processes_give_what_one_device_gives(scenario, tmp_path):
     count = 4 if scenario == "cells" else 2
-    codes, texts = run(tmp_path, scenario, count)
+    codes, texts = run_processes(tmp_path, scenario, count)
     assert codes == [0] * count, "\n---\n".join(texts)
     for number, text in enumerate(texts):
         assert f"process {number}: {scenario} is as wanted" in text, "\n---\n".join(texts)
@@ -62,7 +62,7 @@ def test_processes_give_what_one_device_gives(scenario, tmp_path):
 @pytest.mark.parametrize("who", [0, 1])
 def test_process_killed_ends_the_others(who, tmp_path):
     """JAX raises and ends them, since their peer never answers: restart from a checkpoint."""
-    codes, texts = run(tmp_path, f"killed {who}", 2)
+    codes, texts = run_processes(tmp_path, f"killed {who}", 2)
     shown, other = "\n---\n".join(texts), 1 - who
     assert codes[who] == -signal.SIGKILL and codes[other] not in (None, 0), shown
     says = "JaxRuntimeError", "JAX distributed service detected fatal errors"

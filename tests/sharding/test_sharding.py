@@ -16,18 +16,12 @@ from jaxkv.cache import merge
 from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import slope
 from tests.cells import state_machine
-from tests.cells.test_stateful import run
+from tests.cells.test_stateful import run_machine
 from tests.helpers import edit_sequences
-from tests.helpers.caches import (
-    LAYERS,
-    Kind,
-    assert_identical,
-    attend_signed,
-    attention_cache,
-)
-from tests.helpers.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, placed
+from tests.helpers.caches import LAYERS, Kind, assert_identical, attend_signed, attention_cache
+from tests.helpers.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, place_on_mesh
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 from tests.sharding import tiny
 from tests.sharding.tiny import assert_close
 
@@ -40,13 +34,13 @@ def test_random_edits_on_mesh_match_oracle(kind):
     sets = kind.name in ("window", "striped-window")
     options = dict(counts=(3, 7), moves=(2, 2), sets=sets, in_rows=kind.streams > 1 and not sets)
     with jax.set_mesh(mesh_of(**dict(kind.axes))):
-        run(lambda: state_machine.Verbs(kind, **options), runs=10, steps=20)
+        run_machine(lambda: state_machine.AttentionMachine(kind, **options), runs=10, steps=20)
 
 
-class StateVerbs(state_machine.StateVerbs):
+class StateVerbs(state_machine.StateMachine):
     def __init__(self, options):
         super().__init__(options)
-        self.twin.cache = placed(self.twin.cache)
+        self.twin.cache = place_on_mesh(self.twin.cache)
         self.past = self.twin.fork()
 
 
@@ -63,14 +57,14 @@ STATES = {
 def test_random_edits_of_states_on_mesh_match_oracle(name):
     options, axes = STATES[name]
     with jax.set_mesh(mesh_of(**axes)):
-        run(lambda: StateVerbs(dict(sequences=4) | options), runs=6, steps=30)
+        run_machine(lambda: StateVerbs(dict(sequences=4) | options), runs=6, steps=30)
 
 
 @pytest.mark.core
 def test_seq_rm_on_mesh_from_the_first_position_removes_a_copied_recurrent_sequence():
     with jax.set_mesh(mesh_of(data=2)):
         twin = edit_sequences.Twin("r", kept=1, sequences=4, streams=2)
-        twin.cache = placed(twin.cache)
+        twin.cache = place_on_mesh(twin.cache)
         assert twin.decode([0] * 3, positions=[5, 6, 7])
         assert twin.edit("seq_cp", 0, [2])  # in the stream of the other device
         twin.compare()
@@ -85,8 +79,8 @@ MODES = [
 ]
 
 
-def edited(params, cache):
-    """A cache after prompts, verbs of every kind, and a step of all sequences; and all logits."""
+def run_edits(params, cache):
+    """A cache after prompts, edits of every kind, and a step of all sequences; and all logits."""
     forward = tiny.model_of("aa")
     prompts = jaxkv.make_batch([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
     cache, first, *_ = jaxkv.prefill(forward, params, cache, prompts, ubatch_size=8)
@@ -105,14 +99,14 @@ def edited(params, cache):
     return step.cache, logits, first
 
 
-@pytest.mark.parametrize("mode, streams, axes", in_lanes(MODES, core=MODES[:1]), ids=str)
+@pytest.mark.parametrize("mode, streams, axes", mark_cases(MODES, core=MODES[:1]), ids=str)
 def test_edits_and_steps_on_mesh_match_one_device(mode, streams, axes):
     cells, rope = 16 if streams == 1 else 12, jaxkv.Rope.make(4, base=100.0)  # all shares are used
-    plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
-    wanted = edited(tiny.params(), plain)
+    plain = tiny.make_tiny("aa", cells=cells, streams=streams, rope=rope)
+    wanted = run_edits(tiny.params(), plain)
     with jax.set_mesh(mesh_of(mode, **axes)):
-        cache = placed(plain)
-        found = edited(tiny.whole(tiny.params()), cache)
+        cache = place_on_mesh(plain)
+        found = run_edits(tiny.replicate(tiny.params()), cache)
     assert found[0].buffers.k[0].sharding.is_equivalent_to(cache.buffers.k[0].sharding, 4)
     assert_close(found, wanted, atol=1e-5)
 
@@ -129,7 +123,7 @@ def test_stacked_step_on_mesh_matches_one_device(mode):
     for layers in (LAYERS - 1, LAYERS):  # the last layer lacks the tokens, or none
         wanted = with_layers(cache, layers)
         with jax.set_mesh(mesh_of(mode, data=2)):
-            found = with_layers(placed(cache), layers)
+            found = with_layers(place_on_mesh(cache), layers)
         assert_identical(jax.tree.leaves(found), jax.tree.leaves(wanted))
 
 
@@ -141,17 +135,17 @@ def test_init_batch_one_stream_each_device_same_slots():
     (wanted,) = jaxkv.init_batch(cache, batch).ubatches
     assert wanted.slots.tolist() == [[1], [0]]
     with jax.set_mesh(mesh_of(data=2)):
-        assert_identical(jaxkv.init_batch(placed(cache), batch).ubatches[0], wanted)
+        assert_identical(jaxkv.init_batch(place_on_mesh(cache), batch).ubatches[0], wanted)
     cache = Kind("window", cells=1, sequences=4, streams=2, windows=(near,)).make()
     with jax.set_mesh(mesh_of(data=2)):
-        reason = jaxkv.init_batch(placed(cache), batch).reason
+        reason = jaxkv.init_batch(place_on_mesh(cache), batch).reason
     assert reason.tolist() == [Reason.OK, Reason.OK, Reason.OK, Reason.OUT_OF_CELLS]
 
 
 SPLITS = [(4, {"data": 2, "tensor": 2, "cells": 2}), (1, {"cells": 4})]
 
 
-@pytest.mark.parametrize(("streams", "axes"), in_lanes(SPLITS, core=SPLITS[:1]), ids=str)
+@pytest.mark.parametrize(("streams", "axes"), mark_cases(SPLITS, core=SPLITS[:1]), ids=str)
 def test_derivatives_on_mesh_match_one_device(streams, axes):
     """By queries, keys, values, sinks, and biases; the first layer's has weights."""
 
@@ -172,7 +166,7 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
     arrays = [rng.normal(size=size).astype(np.float32) for size in sizes]
     wanted = jax.jit(jax.value_and_grad(loss))(arrays, cache, ubatch)
     with jax.set_mesh(mesh_of(**axes)):
-        found = jax.jit(jax.value_and_grad(loss))(arrays, placed(cache), ubatch)
+        found = jax.jit(jax.value_and_grad(loss))(arrays, place_on_mesh(cache), ubatch)
     assert all(np.abs(x).max() > 0.1 for x in jax.tree.leaves(wanted[1]))
     assert_close(found, wanted, atol=1e-5)
 
@@ -229,6 +223,6 @@ def test_program_on_mesh_compiles_once_for_its_own_result():
     """JAX compiles again for another `PartitionSpec`, also if only a trailing None differs."""
     cut = jax.jit(lambda cache: jaxkv.seq_rm(cache, 0, 1).cache)
     with jax.set_mesh(mesh_of(data=2, tensor=2)):
-        cache = placed(tiny.make("ar", cells=8, sequences=2, streams=2))
+        cache = place_on_mesh(tiny.make_tiny("ar", cells=8, sequences=2, streams=2))
         cut(cut(cache))
     assert cut._cache_size() == 1

@@ -9,8 +9,8 @@ from jaxkv import generation
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, Request
 from models.compiling import counting
-from tests.helpers.meshes import placed
-from tests.sharding.tiny import KINDS, assert_close, make, model_of, params, whole
+from tests.helpers.meshes import place_on_mesh
+from tests.sharding.tiny import KINDS, assert_close, make_tiny, model_of, params, replicate
 
 AXES = {"data": 2, "tensor": 2, "cells": 2}
 AUTO, EXPLICIT = (AxisType.Auto,) * 3, (AxisType.Explicit,) * 3
@@ -77,9 +77,11 @@ def after_requests(forward, params, cache):
 def check(story, kind, modes):
     layers, options = kind
     forward = model_of(layers)
-    wanted = story(forward, params(), make(layers, **options))
+    wanted = story(forward, params(), make_tiny(layers, **options))
     with jax.set_mesh(jax.make_mesh((*AXES.values(),), (*AXES,), modes)):
-        assert_close(story(forward, whole(params()), placed(make(layers, **options))), wanted)
+        assert_close(
+            story(forward, replicate(params()), place_on_mesh(make_tiny(layers, **options))), wanted
+        )
 
 
 @pytest.mark.parametrize(

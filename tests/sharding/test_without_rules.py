@@ -12,7 +12,7 @@ from jaxkv.cache import merge
 from tests.helpers.caches import attention_cache
 from tests.helpers.hlo import collectives
 from tests.helpers.meshes import mesh_of
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mark_cases
 
 HEADS, KV_HEADS, SIZE, Q = 8, 4, 16, 4
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -30,7 +30,7 @@ def arguments(streams, dtype="float32"):
     return cache, ubatch, q, k
 
 
-def placed(mesh, cache, ubatch, q, k):
+def place_split(mesh, cache, ubatch, q, k):
     """The same on four devices: heads are split, everything else is replicated."""
 
     def put(tree, *spec):
@@ -49,7 +49,7 @@ def attends(implementation=None):
 
 
 @jax.jit
-def tidy(cache, ubatch, q, k):
+def edit_all(cache, ubatch, q, k):
     step, _ = jaxkv.attend(jaxkv.apply(cache, ubatch), 0, q, k, k)
     cache, _ = jaxkv.seq_rm(step.cache, 0, 0, 1)
     cache = jaxkv.seq_add(cache, 0, 1, -1, delta=-1).cache
@@ -61,22 +61,22 @@ CASES = [
     (attends(), Q, AUTO, "float32"),
     (attends("whole"), 1, EXPLICIT, "float32"),
     (attends("xla"), 1, EXPLICIT, "float32"),
-    (tidy, 1, EXPLICIT, "float32"),
-    (tidy, 1, AUTO, "bfloat16"),
+    (edit_all, 1, EXPLICIT, "float32"),
+    (edit_all, 1, AUTO, "bfloat16"),
 ]
 
 
-@pytest.mark.parametrize("run, streams, mode, dtype", in_lanes(CASES, core=CASES[:1]))
+@pytest.mark.parametrize("run, streams, mode, dtype", mark_cases(CASES, core=CASES[:1]))
 def test_program_with_split_heads_sends_nothing(run, streams, mode, dtype):
     plain = arguments(streams, dtype)
     wanted, mesh = run(*plain), mesh_of(mode, heads=4)
-    sharded = placed(mesh, *plain)
+    sharded = place_split(mesh, *plain)
     with jax.set_mesh(mesh):
         compiled = run.lower(*sharded).compile()
         got = compiled(*sharded)
     assert not collectives(compiled)
     assert got[0].buffers.k[0].sharding.is_equivalent_to(sharded[0].buffers.k[0].sharding, 4)
-    atol = 2e-2 if run is tidy else 1e-5
+    atol = 2e-2 if run is edit_all else 1e-5
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(one, float), np.asarray(other, float), atol=atol)
 
@@ -84,6 +84,6 @@ def test_program_with_split_heads_sends_nothing(run, streams, mode, dtype):
 @pytest.mark.core
 def test_attend_pallas_without_rules_raises_on_mesh():
     mesh = mesh_of(heads=4)
-    sharded = placed(mesh, *arguments(Q))
+    sharded = place_split(mesh, *arguments(Q))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="and rules on a mesh for 'pallas'"):
         attends("pallas").lower(*sharded)

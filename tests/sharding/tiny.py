@@ -18,10 +18,10 @@ KINDS = {
     "groups": ("a", {"streams": 2, "window": jaxkv.Window.sliding(6)}),
     "hybrid": ("ar", {"streams": 4}),
 }
-"""The layers of the model, see `make`, and options of the cache."""
+"""The layers of the model, see `make_tiny`, and options of the cache."""
 
 
-def make(layers, *, sequences=4, streams=1, **attention):
+def make_tiny(layers, *, sequences=4, streams=1, **attention):
     """Make a cache of layers with attention, `a`, or recurrent states, `r`."""
     sizes = {"sequences": sequences, "streams": streams}
     places = {kind: [i for i, one in enumerate(layers) if one == kind] for kind in sorted(layers)}
@@ -41,7 +41,7 @@ def params():
     return np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
 
-def whole(x):
+def replicate(x):
     """Replicate arrays on each device, as a model with explicit axes must."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.reshard(x, P()) if AxisType.Explicit in mesh.axis_types else x
@@ -52,21 +52,21 @@ def model_of(layers):
     """Return the forward function of the model, the same one for the same layers."""
 
     def forward(params, step):
-        x = params[whole(step.tokens)]
+        x = params[replicate(step.tokens)]
         for layer, kind in enumerate(layers):
             if kind == "a":
                 heads = jnp.stack([x, x[..., ::-1]], axis=2)
                 step, out = jaxkv.attend(step, layer, heads, heads, heads)
-                x = x + jnp.sum(whole(out), axis=2)
+                x = x + jnp.sum(replicate(out), axis=2)
                 continue
-            before = whole(jaxkv.read_states(step, layer)["x"])
-            every = jnp.cumsum(jnp.where(whole(step.valid)[..., None], x, 0), axis=1)
+            before = replicate(jaxkv.read_states(step, layer)["x"])
+            every = jnp.cumsum(jnp.where(replicate(step.valid)[..., None], x, 0), axis=1)
             every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
-            keep = whole(step.state_write_steps(layer))
+            keep = replicate(step.state_write_steps(layer))
             states = jnp.take_along_axis(every, keep[..., None], axis=1)
             step = jaxkv.write_states(step, layer, {"x": states})
             x = x + every[:, 1:]
-        return step, x.reshape(-1, 4)[whole(step.outputs)] @ params.T
+        return step, x.reshape(-1, 4)[replicate(step.outputs)] @ params.T
 
     return forward
 

@@ -1,13 +1,15 @@
-"""Caches to save, and randomly damaged files."""
+"""Small caches to save, random numbers in them, and randomly damaged files."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import merge
+from tests.helpers.caches import attention_cache, recurrent_cache
+from tests.helpers.edit_sequences import STATES
 
 
-def changed(data, rng, stop):
+def damage(data, rng, stop):
     """Bytes with something before `stop` overwritten or removed, or the end cut off."""
     data, at = bytearray(data), rng.randrange(stop)
     match rng.randrange(8):
@@ -24,7 +26,7 @@ def changed(data, rng, stop):
     return bytes(data)
 
 
-def with_numbers(cache, seed=0):
+def randomize(cache, seed=0):
     """A cache with random numbers in every cell of all layers."""
 
     def draw(x):
@@ -32,3 +34,13 @@ def with_numbers(cache, seed=0):
 
     rng = np.random.default_rng(seed)
     return merge(cache.table, jax.tree.map(draw, cache.buffers))
+
+
+def make_small(**changes):
+    sizes = {"layers": 2, "cells": 8, "kv_heads": 2, "head_dim": 4, "sequences": 2}
+    return attention_cache(**{**sizes, **changes})
+
+
+def make_recurrent(**changes):
+    sizes = {"layers": 2, "states": STATES, "sequences": 2}
+    return recurrent_cache(**{**sizes, **changes})

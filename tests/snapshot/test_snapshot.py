@@ -19,10 +19,10 @@ from jaxkv.recurrent.states import is_occupied
 from tests.cells.pools import texts_of
 from tests.generation.tiny import assert_sound
 from tests.helpers import caches, edit_sequences, reference_caches
-from tests.helpers.caches import GROUPS, SMALL, Kind, assert_identical, drawing, drawn
-from tests.helpers.parametrize import in_lanes
-from tests.helpers.steps import settle
-from tests.snapshot.saved import with_numbers
+from tests.helpers.caches import GROUPS, SMALL, Kind, assert_identical, drawing, parse_cache
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_batch
+from tests.snapshot.saved import randomize
 
 STATES = {
     "states": {"kinds": "rr", "kept": 3},
@@ -45,7 +45,7 @@ DTYPES = ["bfloat16", "float8_e4m3", "float16", "float8_e4m3fn", "float8_e5m2"]
 LAYOUTS = [(*one, name) for one in [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)] for name in STATES]
 
 
-def scattered(kind, seed):
+def make_scattered(kind, seed):
     """A cache of one part with any cells: holes, shared cells, pending shifts, lost positions."""
     rng = random.Random(seed)
     sharing, lines = kind.sequences // kind.streams, []
@@ -59,11 +59,11 @@ def scattered(kind, seed):
             owners = ",".join(str(stream * sharing + seq) for seq in seqs)
             cells.append(f"{p}{{{owners}}}{rng.randint(-1, min(p, 1)):+}" if seqs else ".")
         lines.append(" ".join(cells))
-    table, buffers = split(drawn(" | ".join(lines), kind))
+    table, buffers = split(parse_cache(" | ".join(lines), kind))
     if kind.windows[0]:
         lost = np.random.default_rng(seed).integers(0, 9, kind.sequences).astype(np.int32)
         table = replace(table, evicted_below=jnp.asarray(lost))
-    return with_numbers(merge(table, buffers), seed)
+    return randomize(merge(table, buffers), seed)
 
 
 def belongings(cache, seq, kept=0):
@@ -76,12 +76,12 @@ def belongings(cache, seq, kept=0):
         if isinstance(part.table, Cells):
             found.append((int(part.table.evicted_below[seq]), texts_of(part)[seq]))
         else:
-            found.append(edit_sequences.kept_of(part)[seq][-kept:])
-            found.append(edit_sequences.begins_of(part.table)[seq][-kept:])
+            found.append(edit_sequences.stored_states(part)[seq][-kept:])
+            found.append(edit_sequences.first_positions(part.table)[seq][-kept:])
     return found
 
 
-def unstamped(cache):
+def tables_without_stamps(cache):
     """The tables without stamps and versions; and incomplete layers, or the states of each."""
     fields = []
     for part in cache.parts:
@@ -97,25 +97,25 @@ def unstamped(cache):
 
 
 def assert_same_cache(loaded, cache):
-    assert_identical(unstamped(loaded), unstamped(cache))
+    assert_identical(tables_without_stamps(loaded), tables_without_stamps(cache))
     for seq in range(cache.table.spec.sequences):
         assert belongings(loaded, seq) == belongings(cache, seq)
     assert_sound(loaded)
 
 
-def run(cache, kinds, seq, count):
+def run_tokens(cache, kinds, seq, count):
     batch = jaxkv.make_batch([1 + i % 9 for i in range(count)], sequences=seq)
-    return edit_sequences.run(cache, batch, kinds=kinds)
+    return edit_sequences.run_batch(cache, batch, kinds=kinds)
 
 
 @functools.cache
-def lived(name, seed=0):
-    return reference_caches.live(edit_sequences.Twin(**STATES[name]), seed)
+def make_edited_states(name, seed=0):
+    return reference_caches.edit_randomly(edit_sequences.Twin(**STATES[name]), seed)
 
 
-@pytest.mark.parametrize("kind", in_lanes(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=str)
+@pytest.mark.parametrize("kind", mark_cases(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=str)
 def test_load_returns_the_saved_cache(kind, tmp_path):
-    cache = scattered(kind, 0)
+    cache = make_scattered(kind, 0)
     snapshot.save(cache, path=tmp_path / "all")
     loaded = snapshot.load(tmp_path / "all")
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
@@ -124,21 +124,21 @@ def test_load_returns_the_saved_cache(kind, tmp_path):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", in_lanes(STATES, fast=["hybrid in groups"]))
+@pytest.mark.parametrize("name", mark_cases(STATES, fast=["hybrid in groups"]))
 def test_load_of_states_goes_on_as_the_saved_cache(name):
-    cache, kinds = lived(name), STATES[name]["kinds"]
+    cache, kinds = make_edited_states(name), STATES[name]["kinds"]
     loaded = snapshot.load(snapshot.save(cache))
     assert_same_cache(loaded, cache)
     for seq in range(3):
         try:
-            there = run(cache, kinds, seq, 3)
+            there = run_tokens(cache, kinds, seq, 3)
         except jaxkv.PlanRefusedError:
             continue
-        assert_same_cache(run(loaded, kinds, seq, 3), there)
+        assert_same_cache(run_tokens(loaded, kinds, seq, 3), there)
 
 
 def test_load_makes_earlier_plans_and_tables_stale():
-    cache = drawn("0{0} 1{0} 0{1}")
+    cache = parse_cache("0{0} 1{0} 0{1}")
     (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1])).ubatches
     data = snapshot.save(cache)
     for loaded in (snapshot.load(data), snapshot.load(data, into=cache)):
@@ -156,23 +156,23 @@ def test_load_makes_earlier_plans_and_tables_stale():
     ],
 )
 def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves, wanted):
-    data = snapshot.save(drawn(saved), sequences=sequences)
-    assert drawing(snapshot.load(data, into=drawn(target), sequences=moves)) == wanted
+    data = snapshot.save(parse_cache(saved), sequences=sequences)
+    assert drawing(snapshot.load(data, into=parse_cache(target), sequences=moves)) == wanted
 
 
 @pytest.mark.core
 def test_load_into_takes_cells_hidden_by_a_window():
     window = Kind("", cells=6, sequences=2, windows=(jaxkv.Window.sliding(2),))
-    data = snapshot.save(drawn("0{0} 1{0}", window), sequences=[0])
-    loaded = snapshot.load(data, into=drawn("0{1} 1{1} 2{1} 3{1} 4{1}", window))
+    data = snapshot.save(parse_cache("0{0} 1{0}", window), sequences=[0])
+    loaded = snapshot.load(data, into=parse_cache("0{1} 1{1} 2{1} 3{1} 4{1}", window))
     assert drawing(loaded) == "1{0} 1{1} 2{1} 3{1} 4{1} 0{0}"
     assert loaded.table.evicted_below.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("dtype", in_lanes(DTYPES, fast=DTYPES[:1], core=DTYPES[1:]))
+@pytest.mark.parametrize("dtype", mark_cases(DTYPES, fast=DTYPES[:1], core=DTYPES[1:]))
 def test_load_returns_every_bit_of_a_dtype(dtype):
     kind = Kind("", cells=2, sequences=1, dtype=dtype)
-    cache = with_numbers(drawn("0{0} 1{0}", kind))
+    cache = randomize(parse_cache("0{0} 1{0}", kind))
     loaded = snapshot.load(snapshot.save(cache))
     assert loaded.buffers.k[0].dtype == dtype
     assert_identical(loaded.buffers, cache.buffers)
@@ -183,7 +183,7 @@ def test_load_returns_states_of_any_dtype_and_name():
     shapes = {"a.b": ((2,), jnp.int8), "c": ((), bool), "d": ((1, 3), jnp.complex64)}
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
     cache = jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=2, states=shapes), max_rollback=1)
-    cache = settle(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
+    cache = apply_batch(cache, [1, 2])
     table, buffers = cache.table, cache.buffers
     draw = partial(np.random.default_rng(0).integers, 0, 2)
     buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)
@@ -194,7 +194,7 @@ def test_load_returns_states_of_any_dtype_and_name():
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    in_lanes(
+    mark_cases(
         [*product(FULL, FULL), *product(WINDOWS, WINDOWS)],
         fast=[(FULL[0], FULL[1])],
         core=[(FULL[1], FULL[2]), (FULL[2], FULL[0]), (WINDOWS[1], WINDOWS[0])],
@@ -203,7 +203,7 @@ def test_load_returns_states_of_any_dtype_and_name():
 )
 def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
     for seed in range(5):
-        cache, other = scattered(source, seed), scattered(target, 100 + seed)
+        cache, other = make_scattered(source, seed), make_scattered(target, 100 + seed)
         rng = random.Random(seed)
         pairs = zip(rng.sample(range(4), 4), rng.sample(range(4), 4), strict=True)
         moves = dict([*pairs][: rng.randrange(5)])
@@ -218,12 +218,12 @@ def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("seed, streams, kept, name", in_lanes(LAYOUTS, [(1, 4, 2, "states")]))
+@pytest.mark.parametrize("seed, streams, kept, name", mark_cases(LAYOUTS, [(1, 4, 2, "states")]))
 def test_load_into_another_layout_takes_newest_states(seed, streams, kept, name):
     options = STATES[name]
-    cache, kinds = lived(name, seed), options["kinds"]
+    cache, kinds = make_edited_states(name, seed), options["kinds"]
     other = {"sequences": 4, "streams": streams, "kept": kept, "cells": 40}
-    dirty = run(edit_sequences.Twin(**{**options, **other}).cache, kinds, 3, 2)
+    dirty = run_tokens(edit_sequences.Twin(**{**options, **other}).cache, kinds, 3, 2)
     goes = [2, 0, 1, 3][: edit_sequences.Twin(**options).sequences]
     loaded = snapshot.load(snapshot.save(cache), into=dirty, sequences=goes)
     assert_sound(loaded)

@@ -1,4 +1,4 @@
-"""`seq_cp` and `seq_select` with one stream, with some, and with one for each sequence."""
+"""`seq_cp` with one stream, with some, and with one for each sequence."""
 
 from dataclasses import replace
 
@@ -9,31 +9,18 @@ import pytest
 import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.shift import CHUNK
-from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
-from tests.helpers.caches import Kind, assert_identical, drawing, drawn
+from tests.cells.plans import BLOCKS, plan_of
+from tests.cells.pools import FOUR, ONE, TWO, assert_copied, parse_random
+from tests.helpers import edit_sequences
+from tests.helpers.caches import Kind, assert_identical, drawing, parse_cache
+from tests.helpers.edit_sequences import make_filled_twin
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.steps import apply_plan
 
 pytestmark = pytest.mark.core
 LONG = Kind("long, two each", cells=600, sequences=6, streams=3)
 NEAR = Kind("window", cells=6, sequences=4, streams=2, windows=(jaxkv.Window.sliding(2),))
 WIDE = Kind("wide", cells=12, sequences=80, streams=2)
-
-
-def assert_copied(cache, copied, parents, *bounds, merges=False):
-    """Each sequence has its parent's tokens in a range; all others are unchanged.
-
-    Within a stream a copy `merges` with the tokens of its target.
-    """
-    old, new = texts_of(cache), texts_of(copied)
-    first, end = bounds or (0, 2**31)
-    sharing = len(old) // cache.table.streams
-    for seq, text in enumerate(new):
-        parent = parents.get(seq, seq)
-        wanted = old[parent]
-        if parent != seq:
-            wanted = [token for token in wanted if first <= token[0] < end]
-        if merges and parent // sharing == seq // sharing:
-            wanted = sorted({*wanted, *old[seq]})
-        assert text == wanted, seq
 
 
 @pytest.mark.parametrize(
@@ -63,7 +50,7 @@ def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first
     llama.cpp copies in the next decode; saving, restoring or clearing before that fails (trap 32,
     trap 35, trap 36, trap 37).
     """
-    cache = noisy(before, kind)
+    cache = parse_random(before, kind)
     copied = jaxkv.seq_cp(cache, 0, dst, first).cache
     assert drawing(copied).strip(" |") == after.strip(" |")
     assert_copied(cache, copied, dict.fromkeys(dst, 0), first, 2**31, merges=True)
@@ -71,13 +58,6 @@ def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first
     if kind is ONE:
         assert copied.buffers.k[0] is cache.buffers.k[0]
     assert jaxkv.seq_cp(copied, 0, dst, first).cache.num_used_cells() == copied.num_used_cells()
-
-
-def test_seq_cp_rewind_tells_copies_in_the_same_cells_apart():
-    cache = fed(TWO, 2, 2)
-    one, other = (jaxkv.seq_cp(cache, seq, 3).cache for seq in (0, 1))
-    assert drawing(one).split("|")[1] == drawing(other).split("|")[1]
-    assert jaxkv.rewind(one, to=one.table)[1] and not jaxkv.rewind(other, to=one.table)[1]
 
 
 @pytest.mark.parametrize(
@@ -88,20 +68,20 @@ def test_seq_cp_rewind_tells_copies_in_the_same_cells_apart():
     ],
 )
 def test_copy_donated_is_the_same_and_deletes(copy, kind, cells, args):
-    wanted, cache = (noisy(cells, kind) for _ in range(2))
+    wanted, cache = (parse_random(cells, kind) for _ in range(2))
     assert_identical(copy(cache, *args, donate=True).cache, copy(wanted, *args).cache)
     assert all(x.is_deleted() for x in jax.tree.leaves(cache.buffers))
 
 
 def test_seq_cp_more_cells_than_a_chunk():
-    cache, targets = noisy(" ".join(f"{i}{{0}}" for i in range(520)), LONG), [5, 2, 4]
+    cache, targets = parse_random(" ".join(f"{i}{{0}}" for i in range(520)), LONG), [5, 2, 4]
     for end in (CHUNK + 1, 519):  # the second chunk's first cell is the last one, or is not
         copied = jaxkv.seq_cp(cache, 0, targets, 3, end).cache
         assert_copied(cache, copied, dict.fromkeys(targets, 0), 3, end)
         assert copied.num_used_cells() == 520 + (end - 3) * 2
 
 
-def refused(cache, *args):
+def is_refused(cache, *args):
     """Whether a copy is refused and leaves the cache unchanged, with and without `jit`."""
     answers = [copy(cache, *args) for copy in (jaxkv.seq_cp, jax.jit(jaxkv.seq_cp))]
     for same, _ in answers:
@@ -112,12 +92,12 @@ def refused(cache, *args):
 def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     """The part with a window can evict cells, the other one cannot."""
     kinds = replace(NEAR, windows=(None,)), NEAR
-    parts = [drawn("0{0} 1{0} 2{0} | 0{2} 1{2} 2{2} 3{2}", kind) for kind in kinds]
+    parts = [parse_cache("0{0} 1{0} 2{0} | 0{2} 1{2} 2{2} 3{2}", kind) for kind in kinds]
     copies = [jaxkv.seq_cp(part, 0, [1, 3]) for part in parts]
     assert [ok.item() for _, ok in copies] == [False, True]
     assert copies[1].cache.table.evicted_below.tolist() == [0, 0, 1, 0]
     cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
-    assert refused(cache, 0, [1, 3])
+    assert is_refused(cache, 0, [1, 3])
 
 
 def test_seq_cp_traced_unknown_sequence_changes_nothing():
@@ -138,21 +118,47 @@ def test_seq_cp_traced_unknown_sequence_changes_nothing():
 
 def test_seq_cp_two_words_of_owners():
     cells = "0{0} 1{0} 0{39} 1{39} | 0{40} 0{79} 1{79}"
-    copied = jaxkv.seq_cp(noisy(cells, WIDE), 39, [33, 78, 41]).cache
+    copied = jaxkv.seq_cp(parse_random(cells, WIDE), 39, [33, 78, 41]).cache
     assert copied.table.owners.shape[1] == 2
     assert drawing(copied) == "0{0} 1{0} 0{33,39} 1{33,39} | 0{40} 0{79} 1{79} 0{41,78} 1{41,78}"
     assert copied.seq_pos_max([0, 33, 39, 40, 41, 78]).tolist() == [1, 1, 1, 0, 1, 1]
 
 
-@pytest.mark.parametrize("kind", [TWO, FOUR], ids=str)
-def test_seq_select_sequences_change_places(kind):
-    """Between streams; cells to copy are not reused, although they have no owner any longer."""
-    cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"
-    cache = noisy(cells, kind)
-    for select in (jaxkv.seq_select, jax.jit(jaxkv.seq_select)):
-        swapped, _ = select(cache, [2, 0, 0], [0, 2, 1])
-        assert_copied(cache, swapped, {0: 2, 1: 0, 2: 0})
-        if kind is TWO:
-            assert drawing(swapped) == "0{1} 1{1} 2{1} 0{0} 1{0} | . . 0{2} 1{2} 2{2}"
-            swapped, _ = jaxkv.seq_select(cache, [0, 1], [1, 0])
-            assert swapped.buffers.k[0] is cache.buffers.k[0]
+def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
+    cache = make_filled_twin(kept=0, counts=(3, 2)).cache
+    copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
+    assert not ok and cache.can_resume(0, 0)
+    assert_identical(copied, cache)
+    assert not jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=0).ok
+
+
+@pytest.mark.parametrize("kept", mark_cases([0, 3], [0]))
+def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
+    """Trap 68; and a cell is always free, for any order of forks and steps."""
+    twin = make_filled_twin(kept=kept, counts=(5, 0, 0))
+    twin.edit("seq_cp", 0, [1, 2])
+    assert twin.cache.num_used_cells() == kept + 1
+    for turn in range(5):
+        twin.edit("seq_cp", turn % 3, [(turn + 1) % 3])
+        for seq in (0, 2, 1):
+            assert twin.decode([seq] * (4 - turn % 4 // 2 * 2))
+            twin.compare()
+    assert twin.cache.num_used_cells() == 3 * (kept + 1)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_seq_cp_into_a_full_stream_takes_the_cells_of_its_target(kept):
+    twin = edit_sequences.Twin("r", kept=kept, sequences=4, streams=2)
+    for seq in range(4):
+        assert twin.decode([seq] * (kept + 1))
+    twin.edit("seq_cp", 0, [2])
+    twin.compare()
+    assert twin.cache.num_used_cells() == 4 * (kept + 1)
+
+
+def test_seq_cp_hybrid_of_an_evicted_chunk_ends_where_all_parts_do():
+    kinds = replace(BLOCKS, cells=8, windows=(None,)), replace(BLOCKS, cells=4)
+    parts = [parse_cache("0{0} 1{0} 2{0} 3{0}", kind) for kind in kinds]
+    cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
+    cache, ok = jaxkv.seq_cp(apply_plan(cache, plan_of(cache, 4, 1)), 0, 2)
+    assert ok and cache.can_resume(2, 4)
