@@ -260,22 +260,24 @@ class Halves(Storage):
 
 @core
 def test_new_storage_form_gives_results_of_its_dtype(monkeypatch):
-    """Only `forms.py` knows the form; the verbs, attention and snapshots follow."""
+    """Only `forms.py` knows the form; edits, attention and snapshots follow."""
     cells = 22  # of no other cache, since programs are reused for equal arguments
-    plain = make(cells, dtype="bfloat16", streams=2)
+    plain = make_form(cells, dtype="bfloat16", streams=2)
     monkeypatch.setattr(forms, "ENCODED_FORMS", (*forms.ENCODED_FORMS, Halves))
     for module in ("kv.make", "snapshot.cells"):
         monkeypatch.setattr(f"jaxkv.{module}.form_of_dtype", lambda dtype: Halves)
     _make_arrays.clear_cache()
-    cache, form = make(cells, dtype="bfloat16", streams=2), {"dtype": "bfloat16"}
+    cache, form = make_form(cells, dtype="bfloat16", streams=2), {"dtype": "bfloat16"}
     assert isinstance(cache.buffers.k[0], Halves) and cache.nbytes == plain.nbytes
     batch = make_batch([[1, 2, 3], [4, 5]], sequences=[0, 2])
     (ubatch,) = jaxkv.init_batch(cache, batch).ubatches
     q, given, _ = arrays_for(ubatch, form)
-    (cache, out), (plain, wanted) = (attended(one, ubatch, q, *given) for one in (cache, plain))
+    (cache, out), (plain, wanted) = (
+        attend_all_layers(one, ubatch, q, *given) for one in (cache, plain)
+    )
     np.testing.assert_allclose(out, wanted, rtol=1e-2, atol=1e-2)
-    for verb in VERBS:
-        cache, plain = verb(cache), verb(plain)
+    for edit in EDITS:
+        cache, plain = edit(cache), edit(plain)
         assert_alike(cache, plain, 0)
     assert_alike(snapshot.load(snapshot.save(cache)), plain, 0)
 

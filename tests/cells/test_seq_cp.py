@@ -103,8 +103,8 @@ def test_seq_cp_hybrid_copies_in_all_parts_or_none():
 def test_seq_cp_traced_unknown_sequence_changes_nothing():
     """Also if the last sequence, where an index past the end is clamped, has an evicted cell."""
     parts = [
-        drawn("0{0} 1{0} | 0{3} 1{3} 2{3}", replace(NEAR, windows=(None,))),
-        drawn("0{0} 1{0} | . 1{3} 2{3}", NEAR),
+        parse_cache("0{0} 1{0} | 0{3} 1{3} 2{3}", replace(NEAR, windows=(None,))),
+        parse_cache("0{0} 1{0} | . 1{3} 2{3}", NEAR),
     ]
     evicted = replace(parts[1].table, evicted_below=jnp.array([0, 0, 0, 1]))
     parts[1] = jaxkv.cache.merge(evicted, parts[1].buffers)
