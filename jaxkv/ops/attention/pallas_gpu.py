@@ -225,12 +225,13 @@ def _kernel(
     """Attend from a block of tokens to the active tiles of this program, for one key head.
 
     Shapes: `[P * b, X, 4]` for `query_bounds`, `[P * b, K, X, D]` for `q`, `[S * L, K, N, ...]` for
-    `k` and `v`, and `[J, P * b, K, X, ...]` for outputs.
+    `k` and `v`, and `[J, P * b, K, X, ...]` for outputs. `streams` counts the layers of a stack too
+    (s * L + l), but position and owners have only S streams. Program j of J adds the tiles from
+    `count * j // J` on. A value is its code times the scale of its cell, so the scale multiplies
+    the weight of the cell, but not the denominator.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
-    # `streams` counts the layers of a stack too (s * L + l), but position and owners have only S
-    # streams.
     pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
     query, in_query = _padded_range(q.shape[2], cut.queries)
     key, in_key = _padded_range(k.shape[3])
@@ -274,15 +275,12 @@ def _kernel(
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
         down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
-        # A value is its code times the scale of its cell, so the scale multiplies the weight of the
-        # cell. The denominator sums weights without scales.
         of_codes = weights if scales is None else weights * scales
         values = values if scales is None else values.astype(q.dtype)
         more = product(of_codes.astype(values.dtype), values, 0)
         return top, total * down + jnp.sum(weights, axis=1), out * down[:, None] + more
 
     first, count = starts[block], starts[block + 1] - starts[block]
-    # Tiles are split as evenly as possible: program j adds the tiles from count * j // J on.
     begin, end = (first + jax.lax.div(count * n, cut.programs) for n in (part, part + 1))
     zero = jnp.zeros(query.shape, jnp.float32)
     nothing = zero + LOWEST, zero, jnp.zeros((query.size, value.size), jnp.float32)
