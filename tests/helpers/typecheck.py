@@ -73,7 +73,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
             for node in tree.body
         ]
         place = heads.index(False) if False in heads else len(heads)
-        name = ast.alias("checked", MARK)
+        name = ast.alias("check_calls", MARK)
         tree.body.insert(place, ast.ImportFrom(__name__, [name], 0))
         return compile(ast.fix_missing_locations(tree), path, "exec", optimize=_optimize)
 
