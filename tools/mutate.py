@@ -64,6 +64,7 @@ KNOWN_BY = {
     "prefix sets",
     "jaxkv/kv/placement.py": "striped own_placement limits window seq_cp seq_select stateful "
     "every_argument",
+    "jaxkv/kv/record.py": "record seq_cp seq_select stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/cross_attention.py": "sources families",
     "jaxkv/kv/copy_pooled.py": "seq_cp seq_select stateful every_argument sharding "
