@@ -203,8 +203,9 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
         # The ellipsis stands for the axis of words, which comes last in `value`.
         return field.at[where[0], ..., where[1]].set(value, **DROP, unique_indices=True)
 
+    incomplete = incomplete_layers(cells)  # of a stream without tokens, nothing is missing
     cells = with_record(cells, jax.tree.map(put, cells.record, new))
-    return replace(cells, version=version, incomplete=incomplete_layers(cells))
+    return replace(cells, version=version, incomplete=incomplete)
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
