@@ -122,10 +122,11 @@ class Quantised(Storage):
         self, first: jax.Array, lengths: jax.Array, scales: jax.Array, rope: Rope
     ) -> jax.Array:
         """Round keys at position 0, with pairs of the given lengths, to the grid of some scales."""
-        scale = jnp.broadcast_to(expand_scales(scales, first.shape[-1]), first.shape)
-        # The elements of a pair may be in groups with different scales. The larger scale has the
-        # larger error.
-        scale = map_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
+        scale = jnp.where(scales > 0, scales, 1)
+        if scales.shape[-1] > 1:
+            # The elements of a pair may be in groups with different scales. The larger scale has
+            # the larger error.
+            scale = map_pairs(jnp.maximum, expand_scales(scale, first.shape[-1]), rope)
         # `lengths / scale` is the length in codes, whose unit is multiplied by the scale.
         return round_to_grid(first, scale * rounding_unit(lengths / scale, self.dtype), rope)
 
