@@ -262,6 +262,8 @@ class Cache(Partitioned):
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Cache:
         """Return a `PartitionSpec` for each array of the cache."""
         table = self.table.partition_by(sharding_rules, mesh)
+        if self.buffers is None:  # an edit of the table alone
+            return Cache(table=table, buffers=None)
         return Cache(table=table, buffers=self.table.buffer_specs(self.buffers, mesh))
 
     def _check_sequence_ids(self, seq: Ids | None) -> PyTree[Int32[ArrayLike, " ..."]]:
