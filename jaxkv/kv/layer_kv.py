@@ -128,10 +128,18 @@ class LayerKV:
         implementation: Implementation | None = None,
     ) -> OnlineSoftmax:
         """Return the partial softmax of lists of queries, without sinks."""
-        keys, n = self.keys, self.heads_per_row
-        q = pad_queries(q, keys.shape[1], n, keys.shape[3])
-        sums = partial_attention(q, keys, self.values, visibility, options, implementation)
-        return sums._replace(out=take_own_heads(sums.out, n, self.sizes.value_dim))
+        keys = self.keys
+        q = pad_queries(q, keys.shape[1], self.heads_per_row, keys.shape[3])
+        sums = partial_attention(q, keys, self._rows_to_sum(), visibility, options, implementation)
+        return sums._replace(out=self._values_of_sums(sums.out))
+
+    def _rows_to_sum(self) -> Stored:
+        """Return the rows whose weighted sums contain the weighted sums of values."""
+        return self.values
+
+    def _values_of_sums(self, out: Float[Array, "P _ X W"]) -> Float[Array, "P _ X Dv"]:
+        """Return the weighted sums of values from the weighted sums of rows."""
+        return take_own_heads(out, self.heads_per_row, self.sizes.value_dim)
 
     def decode(self) -> tuple[Float[Array, "P K N D"], Float[Array, "P K N Dv"]]:
         """Return keys and values as arrays, one for each head."""
@@ -185,19 +193,12 @@ class LatentKV(LayerKV):
         k = join_heads(k, self.heads_per_row, self.keys.shape[3])
         return replace(self, keys=_write_cells(self.keys, streams[:, None], slots, k))
 
-    def attend(
-        self,
-        q: Float[Array, "P T H D"],
-        visibility: Visibility,
-        options: AttentionOptions,
-        implementation: Implementation | None = None,
-    ) -> OnlineSoftmax:
-        """Return the partial softmax of lists of queries, without sinks."""
+    def _rows_to_sum(self) -> Stored:
         # Whole keys are weighted, so that no slice of them is copied.
-        keys = self.keys
-        q = pad_queries(q, keys.shape[1], self.heads_per_row, keys.shape[3])
-        sums = partial_attention(q, keys, keys, visibility, options, implementation)
-        return sums._replace(out=self.values.slice_values(sums.out))
+        return self.keys
+
+    def _values_of_sums(self, out: Float[Array, "P _ X W"]) -> Float[Array, "P _ X Dv"]:
+        return self.values.slice_values(out)
 
     def decode(self) -> tuple[Float[Array, "P K N D"], Float[Array, "P K N Dv"]]:
         """Return keys and values as arrays, one for each head."""

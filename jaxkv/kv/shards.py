@@ -225,12 +225,9 @@ def map_table(
 
 def map_streams(cells: Cells, work: Callable[..., R], *args: PyTree) -> R:
     """Call a function with each device's streams; arguments and results are split by streams."""
-
-    def work_on_shard(shard: Shard, *args: PyTree) -> R:
-        del shard
-        return work(*args)
-
-    return map_table(cells, work_on_shard, *args, by_stream=len(args), out_by_stream=True)
+    return map_table(
+        cells, lambda _, *args: work(*args), *args, by_stream=len(args), out_by_stream=True
+    )
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., R], *args: jax.Array) -> R:
@@ -248,7 +245,7 @@ def map_rows(cells: C, ubatch: Ubatch, work: Callable[[C, Ubatch], C]) -> C:
     If the mesh does not split rows, each device gets all rows, and rows of other devices are
     padding.
     """
-    return _map_rows(cells, ubatch, lambda _, *args: work(*args), out_by_stream=True)
+    return _map_rows(cells, ubatch, lambda _, __, *args: work(*args), out_by_stream=True)
 
 
 def map_rows_gather(
@@ -256,7 +253,9 @@ def map_rows_gather(
 ) -> Int32[Array, "R T"]:
     """Return the slots `choose(cells, ubatch)`, chosen as in `map_rows`, on all devices."""
 
-    def choose_on_shard(rows: tuple[str, ...], cells: C, ubatch: Ubatch) -> jax.Array:
+    def choose_on_shard(
+        axes: tuple[str, ...], rows: tuple[str, ...], cells: C, ubatch: Ubatch
+    ) -> jax.Array:
         slots = choose(cells, ubatch)
         if rows or not axes:
             return _gather_over_axes(slots, rows)
@@ -264,17 +263,19 @@ def map_rows_gather(
         slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
         return jax.lax.pmin(slots, axes)
 
-    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     return _map_rows(cells, ubatch, choose_on_shard, out_by_stream=False)
 
 
 def _map_rows(cells: Cells, ubatch: Ubatch, work: Callable[..., R], *, out_by_stream: bool) -> R:
-    """Call `work(rows, cells, ubatch)` on each device; `rows` has the axes that split rows."""
+    """Call `work(axes, rows, cells, ubatch)` on each device.
+
+    `axes` has the mesh axes that split streams, and `rows` those that split rows.
+    """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
+    rows = row_mesh_axes(ubatch, axes)
 
     def work_on_shard(cells: Cells, ubatch: Ubatch) -> R:
-        rows = row_mesh_axes(ubatch, axes)
-        return work(rows, cells, mask_rows_of_other_devices(ubatch, axes, cells.streams))
+        return work(axes, rows, cells, mask_rows_of_other_devices(ubatch, axes, cells.streams))
 
     in_specs = P(axes), ubatch_partition_specs(ubatch, axes)
     out_specs = P(axes) if out_by_stream else P()
