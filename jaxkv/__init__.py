@@ -35,6 +35,7 @@ from jaxkv.api.edits import (
     seq_rm,
     seq_select,
 )
+from jaxkv.api.insert import extract, insert
 from jaxkv.api.layer import attend, read_kv, read_states, write_kv, write_states
 from jaxkv.api.maintenance import defrag_plan, init_update, rewind
 from jaxkv.batch import Batch, make_batch
@@ -62,7 +63,7 @@ __all__ += ["init_batch", "init_full", "make_batch", "plan_step"]
 # Commits of plans.
 __all__ += ["apply", "defrag_plan", "init_update", "rewind"]
 # Edits of sequences.
-__all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
+__all__ += ["EditResult", "clear", "extract", "insert", "seq_add", "seq_cp", "seq_div", "seq_keep"]
 __all__ += ["seq_rm", "seq_select"]
 # Functions for models.
 __all__ += ["AttentionLayers", "attend", "read_kv", "read_states", "write_kv", "write_states"]

@@ -198,6 +198,41 @@ class HybridTable(CacheTable):
     plan_shift = _make_parts_method(CacheTable.plan_shift, _combine_plans)
     plan_defrag = _make_parts_method(CacheTable.plan_defrag, _combine_plans)
 
+    def can_insert(
+        self, source: HybridTable, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+    ) -> EditCheck:
+        """Return whether all parts can insert sequences of the parts of `source`."""
+        pairs = zip(self.parts, source.parts, strict=True)
+        return join_checks(*(part.can_insert(other, parents, targets) for part, other in pairs))
+
+    def insert(
+        self,
+        buffers: tuple,
+        source: HybridTable,
+        source_buffers: tuple,
+        parents: Int32[Array, " n"],
+        targets: Int32[Array, " n"],
+    ) -> tuple[HybridTable, tuple]:
+        """Replace each target by its parent, in each part."""
+        pairs = self.pair_parts_with_buffers(buffers)
+        others = source.pair_parts_with_buffers(source_buffers)
+        return _combine_parts_and_buffers(
+            self,
+            [
+                part.insert(arrays, *other, parents, targets)
+                for (part, arrays), other in zip(pairs, others, strict=True)
+            ],
+        )
+
+    def make_empty_like(
+        self, buffers: tuple, sequences: int, num_cells: int
+    ) -> tuple[HybridTable, tuple]:
+        """Return an empty table and buffers of one stream, see `CacheTable`."""
+        pairs = self.pair_parts_with_buffers(buffers)
+        return _combine_parts_and_buffers(
+            self, [part.make_empty_like(arrays, sequences, num_cells) for part, arrays in pairs]
+        )
+
     @property
     def spec(self) -> TableSpec:
         """Static configuration of the table."""

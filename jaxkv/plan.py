@@ -164,6 +164,12 @@ class Reason(IntEnum):
         "expected unchanged cells of the earlier table, got overwritten or rotated ones; keep the "
         "earlier cache, not only its table",
     )
+    LAYER_NOT_WRITTEN = (
+        22,
+        "",
+        "expected every layer to have all tokens of the sequences, got layers that were not "
+        "written after an apply; go back to the cache before it (rewind)",
+    )
 
 
 class PlanRefusedError(RuntimeError):

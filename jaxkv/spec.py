@@ -14,7 +14,7 @@ from jaxkv.core.array_utils import DROP, FILL, is_concrete
 from jaxkv.core.validate import check_count, check_int32
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, ArrayLike, Int32, PyTree
+    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +106,33 @@ def mask_unchanged_targets(
     A target does not change if target and parent are equal, or if one of the two is not a sequence
     id. If a traced target is repeated, only the last entry that changes the target is used.
     """
+    is_known = (parents >= 0) & (parents < spec.sequences)
+    targets = _last_of_each(spec, ids, is_known & (parents != ids))
+    return jnp.where(is_known, parents, 0), targets
+
+
+def mask_unknown_targets(
+    spec: TableSpec, source: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
+    """Return parents of a cache `source` and targets, with Q in place of skipped targets.
+
+    A target is skipped if it or its parent is not a sequence id. If a traced target is repeated,
+    only the last entry is used.
+    """
+    is_known = (parents >= 0) & (parents < source.sequences)
+    return jnp.where(is_known, parents, 0), _last_of_each(spec, ids, is_known)
+
+
+def _last_of_each(
+    spec: TableSpec, ids: Int32[Array, " n"], is_used: Bool[Array, " n"]
+) -> Int32[Array, " n"]:
+    """Return ids with Q in place of unused and unknown ids, and of all but the last of equal ids."""
     count = spec.sequences
-    is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
-    targets = jnp.where(is_known & (parents != ids), ids, count)
+    targets = jnp.where(is_used & (ids >= 0) & (ids < count), ids, count)
     index = jnp.arange(ids.size, dtype=jnp.int32)
     last = jnp.full(count, -1, jnp.int32).at[targets].max(index, **DROP)
-    counts = last.at[targets].get(**FILL, fill_value=-1) == index
-    return jnp.where(is_known, parents, 0), jnp.where(counts, targets, count)
+    is_last = last.at[targets].get(**FILL, fill_value=-1) == index
+    return jnp.where(is_last, targets, count)
 
 
 def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:

@@ -319,6 +319,36 @@ class CacheTable(Sharded):
         """Return whether `seq_select` is possible for these parents and targets."""
 
     @abstractmethod
+    def can_insert(
+        self, source: Any, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+    ) -> EditCheck:
+        """Return whether `insert` of sequences of the table `source` is possible."""
+
+    @abstractmethod
+    def insert(
+        self,
+        buffers: PyTree,
+        source: Any,
+        source_buffers: PyTree,
+        parents: Int32[Array, " n"],
+        targets: Int32[Array, " n"],
+    ) -> tuple[Self, PyTree]:
+        """Replace each target by a copy of its parent, a sequence of the table `source`.
+
+        Targets of Q or more are skipped. Callers first check `can_insert`.
+        """
+
+    @abstractmethod
+    def make_empty_like(
+        self, buffers: PyTree, sequences: int, num_cells: int
+    ) -> tuple[Self, PyTree]:
+        """Return an empty table and buffers of one stream, with the layers and form of others.
+
+        `num_cells` is the number of cells of attention layers; a part has no more cells than the
+        sequences can own.
+        """
+
+    @abstractmethod
     def seq_keep(self, seq: Int32[Array, ""]) -> Self:
         """Remove all sequences except one."""
 

@@ -34,13 +34,17 @@ from jaxkv.kv.cells import (
 )
 from jaxkv.kv.cells import seq_cp as share
 from jaxkv.kv.record import CellRecord
-from jaxkv.kv.shards import Shard, map_kv, map_streams, map_table
+from jaxkv.kv.shards import Shard, map_kv, map_streams, map_table, shard_of_table
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
+
+
+Place = tuple[jax.Array, jax.Array]
+"""Stream indices and cell indices, two int32 arrays of one shape."""
 
 
 class CopyDemand(NamedTuple):
@@ -60,8 +64,8 @@ class CopyPlan(NamedTuple, Generic[C]):
 
     base: Table with the new owners of shared cells, but without the tokens to copy.
     new_cells: Cells of the tokens to copy, with their new owners.
-    origin: Index of each cell to copy, stream * N + cell. In `origin`, `slots` and `new_cells`,
-      only the first `need.demand[s]` entries of stream s are valid.
+    origin: Index of each cell to copy, stream * N + cell, in the table of the source. In `origin`,
+      `slots` and `new_cells`, only the first `need.demand[s]` entries of stream s are valid.
     """
 
     base: C
@@ -69,6 +73,11 @@ class CopyPlan(NamedTuple, Generic[C]):
     origin: Int32[Array, "S N"]
     slots: Int32[Array, "S N"]
     need: CopyDemand
+
+    @property
+    def num_copied(self) -> Int32[Array, " S"]:
+        """Number of cells that are copied to each stream; 0 if a stream has too few cells."""
+        return jnp.where(self.need.ok, self.need.demand, 0)
 
 
 def plan_copy(
@@ -92,59 +101,72 @@ def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]
 
 def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
     """Apply a copy plan to the table and the buffers, if each stream has enough cells."""
-    # A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
+    args = transfer.origin, transfer.slots, transfer.num_copied
+    buffers = map_kv(cells, buffers, _copy_planned_cells, *args, by_stream=2)
+    return with_copies(cells, cells, transfer), buffers
+
+
+def with_copies(cells: C, source: Cells, transfer: CopyPlan[C]) -> C:
+    """Apply a plan of copies from the table `source` to `cells`, if each stream has enough cells."""
     base, new_cells, origin, slots, need = transfer
     is_filled = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
     slots = jnp.where(is_filled, slots, out_of_range_slots(slots))
-    source, _ = divmod_nonnegative(origin, cells.num_cells)
-    is_source = (source[..., None] == jnp.arange(cells.streams)[None, None]) & is_filled[..., None]
-    is_source = jnp.any(is_source, axis=1)  # [S, S], target and source
-    incomplete = jax.tree.map(
-        lambda x: jnp.any(is_source[..., None] & x[None], axis=1), incomplete_layers(cells)
-    )
+    # A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
+    stream, _ = divmod_nonnegative(origin, source.num_cells)
+    is_source = (stream[..., None] == jnp.arange(source.streams)[None, None]) & is_filled[..., None]
+    is_source = jnp.any(is_source, axis=1)  # [S, S'], target and source
+    incomplete = incomplete_layers(source) if cells.incomplete is not None else None
+    if incomplete is not None:
+        incomplete = jnp.any(is_source[..., None] & incomplete[None], axis=1)
+    elif cells.incomplete is not None:
+        incomplete = jnp.zeros_like(cells.incomplete)
     filled = map_streams(base, mark_used, slots, new_cells, incomplete)
-    filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
-    args = origin, slots, jnp.where(need.ok, need.demand, 0)
-    return filled, map_kv(cells, buffers, _copy_planned_cells, *args, by_stream=2)
+    return jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
 
 
 def _copy_planned_cells(
     shard: Shard, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Copy keys and values of cell `origin[s, i]` to `slots[s, i]`, for i < `num_copied[s]`."""
-    ends = jnp.cumsum(num_copied)
-    size = slots.shape[1]
 
-    def copy_chunk(
-        i: jax.Array,
-        arrays: PyTree,
-        origin: jax.Array,
-        slots: jax.Array,
-        num_copied: jax.Array,
-        ends: jax.Array,
-    ) -> PyTree:
-        # Copies are numbered over all streams; stream s has the numbers from `ends[s - 1]` up to
-        # `ends[s] - 1`. Numbers after the last copy are padding.
-        number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        stream = search_sorted(ends, number + 1)
-        stream = jnp.minimum(stream, num_copied.size - 1)
-        rank = number - (ends - num_copied)[stream]
-        slot = jnp.where(
-            number < ends[-1],
-            shard.take(slots, stream, rank),
-            out_of_range_slots(number),
-        )
-        source = divmod_nonnegative(shard.take(origin, stream, rank), size)
+    def copy_chunk(i: jax.Array, arrays: PyTree, *plan: jax.Array) -> PyTree:
+        source, target = places_of_chunk(shard, *plan, i, num_cells)
 
         def copy_array(x: CellArray) -> CellArray:
-            return shard.scatter(x, stream, slot, shard.gather(x, *source))
+            return shard.scatter(x, *target, shard.gather(x, *source))
 
         return map_arrays(copy_array, arrays)
 
-    steps, limit = -(-ends[-1] // CHUNK), -(-num_copied.size * size // CHUNK)
-    return differentiable_fori_loop(
-        copy_chunk, steps, limit, arrays, origin, slots, num_copied, ends
-    )
+    num_cells = slots.shape[1]
+    steps, limit = num_chunks(num_copied, num_cells)
+    plan = origin, slots, num_copied
+    return differentiable_fori_loop(copy_chunk, steps, limit, arrays, *plan)
+
+
+def num_chunks(num_copied: Int32[Array, " S"], num_cells: int) -> tuple[Int32[Array, ""], int]:
+    """Return the number of chunks of a copy, and the largest number for streams of N cells."""
+    return -(-jnp.sum(num_copied) // CHUNK), -(-num_copied.size * num_cells // CHUNK)
+
+
+def places_of_chunk(
+    shard: Shard,
+    origin: Int32[Array, "S N"],
+    slots: Int32[Array, "S N"],
+    num_copied: Int32[Array, " S"],
+    i: Int32[Array, ""],
+    source_cells: int,
+) -> tuple[Place, Place]:
+    """Return source and target of each copy of chunk i."""
+    # Copies are numbered over all streams; stream s has the numbers from `ends[s - 1]` up to
+    # `ends[s] - 1`. Numbers after the last copy are padding.
+    ends = jnp.cumsum(num_copied)
+    number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+    stream = jnp.minimum(search_sorted(ends, number + 1), num_copied.size - 1)
+    rank = number - (ends - num_copied)[stream]
+    slot = shard.take(slots, stream, rank)
+    slot = jnp.where(number < ends[-1], slot, out_of_range_slots(number))
+    source = divmod_nonnegative(shard.take(origin, stream, rank), source_cells)
+    return source, (stream, slot)
 
 
 def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
@@ -162,92 +184,124 @@ def _plan_transfer(
     stop: jax.Array,
 ) -> CopyPlan[C]:
     """Plan copies of a range from `parents[i]` to `targets[i]`, if `is_cross_stream[i]` is True."""
-
-    def combine_sequence_bits(ids: jax.Array) -> jax.Array:
-        ids = jnp.where(is_cross_stream, ids, cells.sequences)
-        return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
-
-    evicted_below = evicted_below_of_copy(cells, parents, start, stop)
-    base = replace(
-        with_owners(base, base.owners & ~combine_sequence_bits(targets)[..., None]),
-        evicted_below=base.evicted_below.at[
-            jnp.where(is_cross_stream, targets, cells.sequences)
-        ].set(evicted_below, **DROP),
-    )
-    is_copied = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(cells, start, stop)
-    # Targets of one stream with the same parent share one copy, made for the first of them.
-    home_of, *_ = locate_owner_bit(cells, targets)
-    is_same_copy = (
-        is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
-    )
-    is_same_copy &= parents[:, None] == parents[None]
     # A cell of a parent may be evictable, or free in `base` if the parent is also a target. It must
     # not be overwritten before it is read.
-    open_cells = usable_cells(base) & ~is_copied
-    args = base, open_cells, parents, targets, is_same_copy, start, stop
+    words = _combine_sequence_bits(cells, parents, is_cross_stream)
+    is_copied = is_owned_by(cells, words) & is_in_range(cells, start, stop)
+    args = parents, targets, is_cross_stream, start, stop
+    return plan_transfer(base, cells, *args, is_reserved=is_copied)
+
+
+def plan_transfer(
+    base: C,
+    source: Cells,
+    parents: Int32[Array, " n"],
+    targets: Int32[Array, " n"],
+    is_copied: Bool[Array, " n"],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+    is_reserved: Bool[Array, "S N"] | None = None,
+) -> CopyPlan[C]:
+    """Plan to replace `targets[i]` by copies of a range of `parents[i]`, if `is_copied[i]` is True.
+
+    Parents are sequences of the table `source`, and targets are distinct sequences of `base`.
+    Reserved cells are not overwritten.
+    """
+    evicted_below = evicted_below_of_copy(source, parents, start, stop)
+    words = _combine_sequence_bits(base, targets, is_copied)
+    where = jnp.where(is_copied, targets, base.sequences)
+    base = replace(
+        with_owners(base, base.owners & ~words[..., None]),
+        evicted_below=base.evicted_below.at[where].set(evicted_below, **DROP),
+    )
+    open_cells = usable_cells(base)
+    if is_reserved is not None:
+        open_cells &= ~is_reserved
+    # Copies from one stream to one stream form a group: a cell with several owners is copied once
+    # for the whole group. Targets with the same parent get the same cells.
+    (ours, *_), (theirs, *_) = locate_owner_bit(base, targets), locate_owner_bit(source, parents)
+    in_group = is_copied[:, None] & is_copied[None]
+    in_group &= (ours[:, None] == ours[None]) & (theirs[:, None] == theirs[None])
+    args = open_cells, source, parents, targets, in_group, start, stop
     new_cells, origin, slots, *need = map_table(
-        cells, _queue_copies, *args, by_stream=2, out_by_stream=True
+        base, partial(_queue_copies, shard_of_table(source)), *args, by_stream=1, out_by_stream=True
     )
     return CopyPlan(base, new_cells, origin, slots, CopyDemand(*need))
 
 
+def _combine_sequence_bits(cells: Cells, ids: jax.Array, is_copied: jax.Array) -> jax.Array:
+    """Return the union of the owner words of the sequences with `is_copied` True, `[S, W]`."""
+    ids = jnp.where(is_copied, ids, cells.sequences)
+    return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))
+
+
 def _queue_copies(
+    shard_of_source: Shard,
     shard: Shard,
-    cells: C,
-    base: C,
+    base: Cells,
     open_cells: jax.Array,
+    source: Cells,
     parents: jax.Array,
     targets: jax.Array,
-    is_same_copy: jax.Array,
+    in_group: jax.Array,
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[CellRecord, jax.Array, jax.Array, jax.Array, jax.Array]:
     """List the cells to copy into each stream of a device, and choose slots in `open_cells`."""
-    # Targets i and j share one copy if `is_same_copy[i, j]`.
-    (streams, words, bits_of), (theirs, word, bit) = (
-        locate_owner_bit(cells, targets),
-        locate_owner_bit(cells, parents),
-    )
-    here = jnp.arange(cells.owners.shape[1])[None] == words[:, None]
-    owner = jnp.where(here, jnp.uint32(1) << bits_of[:, None], 0)  # [n, W]
-    # `first` is [n]: target i is the first target of its copy.
-    first = jnp.any(is_same_copy, axis=1) & (
-        jnp.argmax(is_same_copy, axis=1) == jnp.arange(targets.size)
-    )
-    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
+    streams, word, bit = locate_owner_bit(base, targets)
+    theirs, parent_word, parent_bit = locate_owner_bit(source, parents)
+    here = jnp.arange(base.owners.shape[1])[None] == word[:, None]
+    target_bits = jnp.where(here, jnp.uint32(1) << bit[:, None], 0)  # [n, W]
+    has_same_parent = in_group & (parents[:, None] == parents[None])
+    index = jnp.arange(base.num_cells, dtype=jnp.int32)
 
-    def queue_parent_cells(i: jax.Array, queue: tuple) -> tuple:
+    def queue_group(i: jax.Array, queue: tuple) -> tuple:
         *entries, num_copied = queue
         # All devices run all iterations, because `take` is a collective. Only the device of the
         # target adds entries to its queue.
-        line = jax.tree.map(lambda field: shard.take(field, theirs[i]), cells.record)
-        is_copied = (line.owners[word[i]] >> bit[i]) & 1 == 1
-        is_copied &= line.position >= jnp.maximum(start, 0)
-        is_copied &= line.position < resolve_range_end(stop)
-        count = jnp.cumsum(is_copied, dtype=jnp.int32)
-        stream, is_own = shard.to_local_streams(streams[i], cells.streams)
+        line = jax.tree.map(lambda field: shard_of_source.take(field, theirs[i]), source.record)
+        in_range = line.position >= jnp.maximum(start, 0)
+        in_range &= line.position < resolve_range_end(stop)
+
+        def add_owners(j: jax.Array, owners: jax.Array) -> jax.Array:
+            # The bits of all targets of parent j, [W], in the cells of the parent.
+            bits = jax.lax.reduce_or(
+                jnp.where(has_same_parent[j][:, None], target_bits, 0), axes=(0,)
+            )
+            is_owned = (line.owners[parent_word[j]] >> parent_bit[j]) & 1 == 1
+            return owners | jnp.where(is_owned & in_range, bits[:, None], 0)
+
+        no_owners = jnp.zeros((target_bits.shape[1], line.position.size), jnp.uint32)
+        owners = fold_over_true(in_group[i] & _is_first(has_same_parent), add_owners, no_owners)
+        count = jnp.cumsum(jnp.any(owners != 0, axis=0), dtype=jnp.int32)
+        stream, is_own = shard.to_local_streams(streams[i], base.streams)
         # Entry i of the queue gets the copied cell number `rank`, counted from 0. This is the first
         # cell at which `count` is `rank + 1`.
         rank = index - num_copied[stream]
         these = is_own & (rank >= 0) & (rank < count[-1])
         cell = search_sorted(count, rank + 1)
-        # `whose` is [W]: bits of all targets that share the copy.
-        whose = jax.lax.reduce_or(jnp.where(is_same_copy[i][:, None], owner, 0), axes=(0,))
 
         def put(field: jax.Array, value: jax.Array) -> jax.Array:
             return field.at[stream].set(jnp.where(these, value, field[stream]))
 
-        line = replace(jax.tree.map(lambda x: x[..., cell], line), owners=whose[:, None])
-        entries = jax.tree.map(put, entries, [line, theirs[i] * cells.num_cells + cell])
+        line = jax.tree.map(lambda x: x[..., cell], replace(line, owners=owners))
+        entries = jax.tree.map(put, entries, [line, theirs[i] * source.num_cells + cell])
         return *entries, num_copied.at[stream].add(jnp.where(is_own, count[-1], 0))
 
     # Entries past the last cell to copy are not read, so they may have any values.
-    queue = cells.record, jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
-    new_cells, origin, num_copied = fold_over_true(first, queue_parent_cells, queue)
+    queue = base.record, jnp.zeros_like(base.position), jnp.zeros(base.streams, jnp.int32)
+    new_cells, origin, num_copied = fold_over_true(_is_first(in_group), queue_group, queue)
     return (
         new_cells,
         origin,
         choose_cells(base, open_cells),
         num_copied,
         jnp.sum(open_cells, axis=1, dtype=jnp.int32),
+    )
+
+
+def _is_first(is_same: Bool[Array, "n n"]) -> Bool[Array, " n"]:
+    """Return which elements are the first of their class, given which elements are equivalent."""
+    return jnp.any(is_same, axis=1) & (
+        jnp.argmax(is_same, axis=1) == jnp.arange(len(is_same), dtype=jnp.int32)
     )

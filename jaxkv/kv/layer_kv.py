@@ -29,7 +29,7 @@ from jaxkv.ops.storage.layer_stack import map_arrays
 from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Int32, PyTree
+    from jaxtyping import Array, Float, Int32
 
     from jaxkv.core.types import AnyMesh
 
@@ -103,6 +103,15 @@ class LayerKV:
 
     def write(self, streams: Int32[Array, " R"], slots: Int32[Array, "R T"], new: NewKV) -> LayerKV:
         """Write the keys and values of a ubatch; skip slots past the last cell."""
+        return self.put(self.encode(new), lambda x, y: scatter(x, streams[:, None], slots, y))
+
+    def put(self, new: LayerKV, scatter: Callable[[Any, jax.Array], Any]) -> LayerKV:
+        """Write keys and values of the form of this layer, by a function for each array."""
+        keys, values = map_arrays(scatter, (self.keys, self.values), (new.keys, new.values))
+        return replace(self, keys=keys, values=values)
+
+    def encode(self, new: NewKV) -> LayerKV:
+        """Return new keys and values in the form of this layer."""
         # Stored values are always finite, so that a masked cell contributes 0.
         k, v = (
             x.astype(storage_of(old).decoded_dtype)
@@ -110,14 +119,12 @@ class LayerKV:
         )
         is_finite = jnp.isfinite(v)
         # A NaN in one element is sufficient, and a reduction would take longer.
-        of_key = is_finite if v.shape == k.shape else jnp.all(is_finite, axis=3, keepdims=True)
+        of_key = is_finite if v.shape == k.shape else jnp.all(is_finite, axis=-1, keepdims=True)
         k, v = jnp.where(of_key & jnp.isfinite(k), k, jnp.nan), jnp.where(is_finite, v, 0)
-        k, v = (
-            join_heads(x, self.heads_per_row, old.shape[3])
+        keys, values = (
+            storage_of(old).encode(join_heads(x, self.heads_per_row, old.shape[3]))
             for x, old in ((k, self.keys), (v, self.values))
         )
-        where = streams[:, None], slots
-        keys, values = _write_cells(self.keys, *where, k), _write_cells(self.values, *where, v)
         return replace(self, keys=keys, values=values)
 
     def attend(
@@ -160,6 +167,26 @@ class LayerKV:
             values=storage_of(values).split_rows(n, sizes.value_dim),
         )
 
+    def join(self, heads: LayerKV) -> LayerKV:
+        """Join heads, which `read_heads` of any layer returned, to rows in the form of this layer.
+
+        Stored numbers are kept if both layers have the same form; otherwise heads are converted.
+        """
+        own, other = storage_of(self.keys), storage_of(heads.keys)
+        if type(own) is not type(other) or own.dtype != other.dtype:
+            return self.encode(heads.decode_heads())
+
+        def join_array(old: Any, new: jax.Array) -> jax.Array:
+            return join_heads(new, self.heads_per_row, old.shape[3])
+
+        stored = self.keys, self.values
+        keys, values = map_arrays(join_array, stored, (heads.keys, heads.values))
+        return replace(self, keys=keys, values=values)
+
+    def decode_heads(self) -> NewKV:
+        """Return keys and values `[..., K, D]` that `read_heads` returned, as arrays of floats."""
+        return storage_of(self.keys).decode(), storage_of(self.values).decode()
+
 
 @pytree_dataclass
 class LatentKV(LayerKV):
@@ -187,11 +214,11 @@ class LatentKV(LayerKV):
             )
         return (_check_heads("k", "D", k, (*tokens, self.sizes.kv_heads, self.sizes.head_dim)),)
 
-    def write(self, streams: Int32[Array, " R"], slots: Int32[Array, "R T"], new: NewKV) -> LayerKV:
-        """Write the keys of a ubatch; skip slots past the last cell."""
+    def encode(self, new: NewKV) -> LayerKV:
+        """Return new keys in the form of this layer."""
         k = self.values.nan_unless_finite(jnp.asarray(new[0], self.keys.dtype))
         k = join_heads(k, self.heads_per_row, self.keys.shape[3])
-        return replace(self, keys=_write_cells(self.keys, streams[:, None], slots, k))
+        return replace(self, keys=storage_of(self.keys).encode(k))
 
     def _rows_to_sum(self) -> Stored:
         # Whole keys are weighted, so that no slice of them is copied.
@@ -212,11 +239,16 @@ class LatentKV(LayerKV):
         keys = storage_of(map_arrays(read, self.keys))
         return replace(self, keys=keys.split_rows(self.heads_per_row, self.sizes.head_dim))
 
+    def decode_heads(self) -> NewKV:
+        """Return keys `[..., K, D]` that `read_heads` returned, as an array of floats."""
+        return (storage_of(self.keys).decode(),)
 
-def make_layer_kv(keys: Stored, values: Stored | ValueSlice, sizes: HeadSizes) -> LayerKV:
+
+def make_layer_kv(
+    keys: Stored, values: Stored | ValueSlice, sizes: HeadSizes, heads_per_row: int
+) -> LayerKV:
     """Return a `LatentKV` if values are slices of the keys, otherwise a `LayerKV`."""
     kind = LatentKV if sizes.latent else LayerKV
-    heads_per_row = sizes.kv_heads // keys.shape[1]
     return kind(keys=keys, values=values, sizes=sizes, heads_per_row=heads_per_row)
 
 
@@ -245,17 +277,3 @@ def _check_heads(
             "before heads, whose sizes are those of the spec"
         )
     return array
-
-
-def _write_cells(
-    stored: Stored,
-    streams: Int[Array, "*#n"],
-    slots: Int[Array, "*#n"],
-    new: Float[Array, "*#n K D"],
-) -> PyTree:
-    """Write keys or values into cells, in the form in which they are stored."""
-
-    def scatter_array(array: Any, new: jax.Array) -> Any:
-        return scatter(array, streams, slots, new)
-
-    return map_arrays(scatter_array, stored, storage_of(stored).encode(new))

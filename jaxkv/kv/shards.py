@@ -23,7 +23,7 @@ from jaxkv.core.partitioning import (
 )
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import C, Cells
-from jaxkv.kv.layer_kv import shardable_sizes
+from jaxkv.kv.layer_kv import LayerKV, shardable_sizes
 from jaxkv.ops.storage.cell_arrays import (
     gather,
     is_upcast_by_cpu_write,
@@ -185,13 +185,9 @@ def map_kv(
     mesh, the first `by_stream` elements of `args` are split by streams, and the other elements are
     replicated.
     """
-    halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
-    partitions = jax.tree.map(
-        lambda x: make_axis_partition(table.sharding_rules, **shardable_sizes(x, depth)), halves
-    )
-    specs = jax.tree.map(lambda partition: partition.partition_spec, partitions)
-    axes, *_ = jax.tree.leaves(partitions)  # those of streams and cells are equal in all arrays
-    shard = Shard(axes.streams, axes.cells)
+    halves = buffers.k, buffers.v
+    shard, specs, _ = _partition_layers(table, buffers)
+    specs = specs.k, specs.v
     in_specs = (*(P(shard.streams),) * by_stream, *(P(),) * (len(args) - by_stream), specs)
 
     def change_layers_in_turn(*args: PyTree) -> PyTree:
@@ -207,20 +203,86 @@ def map_kv(
     return replace(buffers, k=k, v=v)
 
 
+def read_cells(
+    table: Cells, buffers: Buffers, streams: Int32[Array, "*n"], cells: Int32[Array, "*n"]
+) -> tuple[LayerKV, ...]:
+    """Return the heads of each layer in the given cells, see `LayerKV.read_heads`."""
+    shard, specs, head_specs = _partition_layers(table, buffers)
+    n = buffers.heads_per_row
+
+    def read_on_shard(buffers: Buffers, *place: jax.Array) -> tuple[LayerKV, ...]:
+        layers = (buffers.layer(i, n) for i in range(buffers.layers))
+        return tuple(layer.read_heads(lambda x: shard.gather(x, *place)) for layer in layers)
+
+    run = map_shards(table.sharding_rules, read_on_shard, (specs, P(), P()), head_specs)
+    return run(buffers, streams, cells)
+
+
+def write_cells(
+    table: Cells,
+    buffers: Buffers,
+    streams: Int32[Array, "*n"],
+    slots: Int32[Array, "*n"],
+    heads: tuple[LayerKV, ...],
+) -> Buffers:
+    """Write heads that `read_cells` returned for any cache; skip slots past the last cell."""
+    shard, specs, head_specs = _partition_layers(table, buffers)
+    n = buffers.heads_per_row
+
+    def write_on_shard(
+        buffers: Buffers, heads: tuple[LayerKV, ...], *place: jax.Array
+    ) -> Buffers:
+        for i, new in enumerate(heads):
+            layer = buffers.layer(i, n)
+            layer = layer.put(layer.join(new), lambda x, rows: shard.scatter(x, *place, rows))
+            buffers = buffers.with_layer(i, layer)
+        return buffers
+
+    in_specs = specs, head_specs, P(), P()
+    run = map_shards(table.sharding_rules, write_on_shard, in_specs, specs)
+    return run(buffers, heads, streams, slots)
+
+
+def _partition_layers(table: Cells, buffers: Buffers) -> tuple[Shard, Buffers, tuple[P, ...]]:
+    """Return the shard of all arrays, the spec of each array, and the spec of heads of each layer.
+
+    Heads are arrays `[n, K, D]`, of which the mesh splits K as it splits the rows of the layer.
+    """
+    rules, depth = table.sharding_rules, buffers.layers_per_array
+    partitions = jax.tree.map(
+        lambda x: make_axis_partition(rules, **shardable_sizes(x, depth)), buffers
+    )
+    specs = jax.tree.map(lambda partition: partition.partition_spec, partitions)
+    axes, *_ = jax.tree.leaves(partitions)  # those of streams and cells are equal in all arrays
+    heads = [
+        make_axis_partition(rules, **shardable_sizes(buffers.layer(i).keys)).kv_heads
+        for i in range(buffers.layers)
+    ]
+    return Shard(axes.streams, axes.cells), specs, tuple(P(None, axes) for axes in heads)
+
+
 def map_table(
     cells: Cells, work: Callable[..., R], *args: PyTree, by_stream: int = 0, out_by_stream: PyTree
 ) -> R:
     """Call `work(shard, cells, *args)` with the streams of each device.
 
-    The first `by_stream` elements of `args` are split by streams, and the other elements are
-    replicated. `out_by_stream` is True, or a tree prefix of the results with True, for results that
+    The first `by_stream` elements of `args` are split by streams of `cells`. Other tables in `args`
+    are split by their own streams, and other elements are replicated. `out_by_stream` is True, or a tree prefix of the results with True, for results that
     are split by streams; other results must be equal on all devices.
     """
-    streams = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
-    in_specs = (*(P(streams),) * (1 + by_stream), *(P(),) * (len(args) - by_stream))
-    out_specs = jax.tree.map(lambda is_split: P(streams) if is_split else P(), out_by_stream)
-    run = map_shards(cells.sharding_rules, partial(work, Shard(streams)), in_specs, out_specs)
-    return run(cells, *args)
+    shard = shard_of_table(cells)
+    others = [P(shard_of_table(x).streams) if isinstance(x, Cells) else P() for x in args]
+    in_specs = (*(P(shard.streams),) * (1 + by_stream), *others[by_stream:])
+    out_specs = jax.tree.map(lambda is_split: P(shard.streams) if is_split else P(), out_by_stream)
+    rules = cells.sharding_rules
+    for table in [x for x in args if isinstance(x, Cells) and rules is None]:
+        rules = table.sharding_rules
+    return map_shards(rules, partial(work, shard), in_specs, out_specs)(cells, *args)
+
+
+def shard_of_table(cells: Cells) -> Shard:
+    """Return the mesh axes that split the streams of a table."""
+    return Shard(make_axis_partition(cells.sharding_rules, streams=cells.streams).streams)
 
 
 def map_streams(cells: Cells, work: Callable[..., R], *args: PyTree) -> R:

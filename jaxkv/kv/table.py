@@ -18,6 +18,7 @@ from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.draw.cell_view import CellView
 from jaxkv.draw.text import draw_cells
 from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, shift, slots
+from jaxkv.kv import insert as inserts
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.layer_kv import shardable_sizes
@@ -54,6 +55,9 @@ class CellTable(Cells, CacheTable):
     can_allocate = slots.can_allocate
     choose_slots = slots.choose_slots
     occupy = slots.occupy
+    can_insert = inserts.can_insert
+    insert = inserts.insert
+    make_empty_like = inserts.make_empty_like
     seq_keep = cells.seq_keep
     clear = cells.clear
     seq_add = shift.seq_add

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Buffers = tuple[dict[str, jax.Array], ...]
 """For each layer, the states of all cells, `[S, N, ...]`, by state name."""
 
-Cell = tuple[jax.Array, jax.Array]
+Place = tuple[jax.Array, jax.Array]
 """Stream indices and cell indices: two int32 arrays that broadcast to each other."""
 
 
@@ -86,26 +86,50 @@ def write_layer_states(
     return map_step(step, streams, write_on_shard, (states, arrays), in_specs, array_specs)
 
 
-def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
-    """Copy states from cells `source` to cells `target`; all reads precede all writes."""
+def read_cells(table: States, buffers: Buffers, place: Place) -> Buffers:
+    """Return the states `[*n, ...]` in the given cells; zeros for cells past the last one."""
     streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
+    none = (None,) * place[1].ndim
 
-    def copy_on_shard(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
-        def to_local_cells(cell: Cell, count: int) -> Cell:
-            stream, is_own = to_local_index(cell[0], streams, count)
-            return stream, jnp.where(is_own, cell[1], table.num_cells)
+    def read_on_shard(place: Place, buffers: Buffers) -> Buffers:
+        def read_state(x: jax.Array) -> jax.Array:
+            state = x.at[_to_local_cells(table, place, streams, len(x))].get(**FILL, fill_value=0)
+            return broadcast_from_owner(state, streams)
 
-        def copy_state(x: jax.Array) -> jax.Array:
-            state = x.at[to_local_cells(source, len(x))].get(**FILL, fill_value=0)
-            return x.at[to_local_cells(target, len(x))].set(
-                broadcast_from_owner(state, streams), **DROP
-            )
+        return jax.tree.map(read_state, buffers)
 
-        return jax.tree.map(copy_state, buffers)
+    buffer_specs, out_specs = (
+        tuple(state_specs(table, arrays, leading) for arrays in buffers)
+        for leading in ((streams, None), none)
+    )
+    run = map_shards(table.sharding_rules, read_on_shard, (P(), buffer_specs), out_specs)
+    return run(place, buffers)
 
-    buffer_specs = tuple(state_specs(table, arrays, (streams, None)) for arrays in buffers)
-    run = map_shards(table.sharding_rules, copy_on_shard, (P(), P(), buffer_specs), buffer_specs)
-    return run(source, target, buffers)
+
+def write_cells(table: States, buffers: Buffers, place: Place, states: Buffers) -> Buffers:
+    """Write states that `read_cells` returned for any cache; skip cells past the last one."""
+    streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
+    none = (None,) * place[1].ndim
+
+    def write_on_shard(place: Place, states: Buffers, buffers: Buffers) -> Buffers:
+        def write_state(x: jax.Array, state: jax.Array) -> jax.Array:
+            return x.at[_to_local_cells(table, place, streams, len(x))].set(state, **DROP)
+
+        return jax.tree.map(write_state, buffers, states)
+
+    buffer_specs, in_specs = (
+        tuple(state_specs(table, arrays, leading) for arrays in buffers)
+        for leading in ((streams, None), none)
+    )
+    in_specs = P(), in_specs, buffer_specs
+    run = map_shards(table.sharding_rules, write_on_shard, in_specs, buffer_specs)
+    return run(place, states, buffers)
+
+
+def _to_local_cells(table: States, place: Place, streams: tuple[str, ...], count: int) -> Place:
+    """Return indices in a shard of `count` streams; cells of other devices move past the last."""
+    stream, is_own = to_local_index(place[0], streams, count)
+    return stream, jnp.where(is_own, place[1], table.num_cells)
 
 
 def state_specs(

@@ -12,11 +12,12 @@ from jaxkv.core.array_utils import DROP, FILL, resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.plan import Reason
-from jaxkv.recurrent.buffers import copy_cells
+from jaxkv.recurrent.buffers import read_cells, write_cells
 from jaxkv.recurrent.states import (
     States,
     T,
     drop_pairs,
+    empty_fields,
     first_positions,
     is_occupied,
     is_sequence,
@@ -91,75 +92,144 @@ def seq_select(
 
 
 def _assign_states(
-    source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
+    fork: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
-    """Assign the (position, cell) pairs of `src` to targets; copy states to other streams."""
-    position, cell = source.position[src], source.cell[src]
-    if buffers is not None:
-        states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
-    states = replace(
+    """Assign the (position, cell) pairs of `src` in `fork` to targets.
+
+    Targets in other streams get copies of the states.
+    """
+    position, cell = fork.position[src], fork.cell[src]
+    if buffers is None:
+        return _set_pairs(states, dst, position, cell), None
+    is_cross_stream = is_sequence(states, dst) & (stream_of(states, src) != stream_of(states, dst))
+    cells, copies = _cells_of_targets(states, states, src, dst, cell, is_cross_stream)
+    copied, buffers = _copy_states(
+        *(states, buffers, states, buffers), src, dst, (cell, jnp.where(copies, cells, states.num_cells))
+    )
+    return _set_pairs(copied, dst, position, cells), buffers
+
+
+def insert(
+    states: T,
+    buffers: Buffers,
+    source: States,
+    source_buffers: Buffers,
+    parents: Int32[Array, " n"],
+    targets: Int32[Array, " n"],
+) -> tuple[T, Buffers]:
+    """Replace each target by its parent, a sequence of another table; skip targets of Q or more.
+
+    If the table stores fewer states of a sequence than `source`, only the newest are copied.
+    """
+    pairs, size = states.num_earlier_states + 1, source.num_cells
+    missing = [(0, 0), (max(pairs - source.num_earlier_states - 1, 0), 0)]
+    position = jnp.pad(source.position[parents, -pairs:], missing, constant_values=EMPTY)
+    cell = jnp.pad(source.cell[parents, -pairs:], missing, constant_values=size)
+    is_copied = is_sequence(states, targets)
+    cells, copies = _cells_of_targets(states, source, parents, targets, cell, is_copied)
+    copied, buffers = _copy_states(
+        *(states, buffers, source, source_buffers),
+        *(parents, targets, (cell, jnp.where(copies, cells, states.num_cells))),
+    )
+    return _set_pairs(copied, targets, position, cells), buffers
+
+
+def can_insert(
+    states: States, source: States, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> EditCheck:
+    """Return that `insert` is possible, because a stream has E + 1 cells for each sequence."""
+    del states, source, parents, targets
+    return join_checks()
+
+
+def make_empty_like(
+    states: T, buffers: Buffers, sequences: int, num_cells: int
+) -> tuple[T, Buffers]:
+    """Return an empty table and buffers of one stream, with as many earlier states."""
+    del num_cells  # of attention layers
+    fields = empty_fields(
+        sequences=sequences, streams=1, max_rollback=states.num_earlier_states
+    )
+    table = replace(states, **fields)
+
+    def zeros(x: jax.Array) -> jax.Array:
+        return jnp.zeros((1, table.num_cells, *x.shape[2:]), x.dtype)
+
+    return table, jax.tree.map(zeros, buffers)
+
+
+def _set_pairs(states: T, dst: jax.Array, position: jax.Array, cell: jax.Array) -> T:
+    return replace(
         states,
         position=states.position.at[dst].set(position, **DROP),
         cell=states.cell.at[dst].set(cell, **DROP),
     )
-    return states, buffers
 
 
 def _copy_states(
-    states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
-) -> tuple[T, Buffers, jax.Array]:
-    """Copy the states of `src`, in cells `cell`, to those targets that are in other streams.
-
-    Returns the table, the buffers, and the cells of all targets.
-    """
-    cells, copies = _cells_of_targets(states, src, dst, cell)
-    origin = (stream_of(states, src)[:, None], cell)
-    where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
-    source = states.stamp.at[origin].get(**FILL, fill_value=0)
+    states: T,
+    buffers: Buffers,
+    source: States,
+    source_buffers: Buffers,
+    src: jax.Array,
+    dst: jax.Array,
+    cells: tuple[jax.Array, jax.Array],
+) -> tuple[T, Buffers]:
+    """Copy states of another table between the given cells, `[n, E + 1]` of source and target."""
+    origin = stream_of(source, src)[:, None], cells[0]
+    where = stream_of(states, dst)[:, None], cells[1]
+    source_stamp = source.stamp.at[origin].get(**FILL, fill_value=0)
     # The cell has a new state, so older tables must have another hash for the cell.
-    stamp = hash_overwritten_cells(states.stamp.at[where].get(**FILL, fill_value=0), source)
-    content = states.content.at[origin].get(**FILL, fill_value=0)
-    first = states.first_position.at[origin].get(**FILL, fill_value=0)
+    stamp = hash_overwritten_cells(states.stamp.at[where].get(**FILL, fill_value=0), source_stamp)
+    content = source.content.at[origin].get(**FILL, fill_value=0)
+    first = source.first_position.at[origin].get(**FILL, fill_value=0)
     states = replace(
         states,
         stamp=states.stamp.at[where].set(stamp, **DROP),
         content=states.content.at[where].set(content, **DROP),
         first_position=states.first_position.at[where].set(first, **DROP),
     )
-    return states, copy_cells(states, buffers, origin, where), cells
+    return states, write_cells(states, buffers, where, read_cells(source, source_buffers, origin))
 
 
 def _cells_of_targets(
-    states: States, src: jax.Array, dst: jax.Array, cell: jax.Array
+    states: States,
+    source: States,
+    src: jax.Array,
+    dst: jax.Array,
+    cell: jax.Array,
+    is_copied: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the cells of each target after a copy, and whether each cell is a new copy."""
-    size = states.num_cells
+    """Return the cells of each target after a copy, and whether each cell is a new copy.
+
+    The states of target i are copied from the cells `cell[i]` of another stream if `is_copied[i]`
+    is True; otherwise the target has these cells. A pair without a state has the number of a cell
+    past the last one, also in the result.
+    """
+    size, is_stored = states.num_cells, cell < source.num_cells
     if states.sequences_per_stream == 1:  # a target frees all cells of its stream
-        cells = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
-        return cells, cell < size
-    stream, index = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
-    is_cross_stream = is_sequence(states, dst) & (stream_of(states, src) != stream)
-    is_same_stream = stream[:, None] == stream[None]
-    is_same_copy = (
-        is_same_stream
-        & is_cross_stream[:, None]
-        & is_cross_stream[None]
-        & (src[:, None] == src[None])
-    )
-    # Targets of one stream with the same parent share copies, which are made for the `first` of
-    # them.
-    first = jnp.argmax(is_same_copy, axis=1)
-    copies = (is_cross_stream & (first == index))[:, None] & (cell < size)
-    # Targets in other streams lose their old cells before free cells are counted.
-    kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), **DROP)
+        cells = jnp.where(is_stored, jnp.arange(size, dtype=jnp.int32), size)
+        return cells, is_stored
+    stream = stream_of(states, dst)
+
+    # Below, the pairs of all targets are in one list of m entries. A state that several targets of
+    # a stream get is copied for the `first` entry of them.
+    def repeat(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[:, None], cell.shape).reshape(-1)
+
+    streams, entry = repeat(stream), cell.reshape(-1)
+    is_entry = repeat(is_copied) & is_stored.reshape(-1)
+    is_same_stream = (streams[:, None] == streams[None]) & is_entry[:, None] & is_entry[None]
+    origin = repeat(stream_of(source, src)) * source.num_cells + entry
+    first = jnp.argmax(is_same_stream & (origin[:, None] == origin[None]), axis=1)
+    index = jnp.arange(first.size, dtype=jnp.int32)
+    copies = is_entry & (first == index)
+    # Targets lose their old cells before free cells are counted.
+    kept = states.cell.at[dst].set(jnp.where(is_copied[:, None], size, cell), **DROP)
     # Free cells of each stream come first; copies take them in order.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
-    ahead = is_same_stream & (index[:, None] > index[None])
-    count = jnp.sum(copies, axis=1, dtype=jnp.int32)
-    before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
-    # `place` is the index of each copy among the free cells of its stream, after the copies for
-    # earlier targets.
-    place = before[:, None] + jnp.cumsum(copies, axis=1, dtype=jnp.int32) - 1
-    new_cells = order.at[stream[:, None], place].get(**FILL, fill_value=size)
-    new_cells = jnp.where(copies, new_cells, size)
-    return jnp.where(is_cross_stream[:, None], new_cells[first], cell), copies
+    ahead = is_same_stream & copies[None] & (index[:, None] > index[None])
+    rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
+    new_cells = jnp.where(is_entry, order.at[streams, rank].get(**FILL, fill_value=size)[first], size)
+    new_cells = new_cells.reshape(cell.shape)
+    return jnp.where(is_copied[:, None], new_cells, cell), copies.reshape(cell.shape)

@@ -78,6 +78,9 @@ class StateTable(States, CacheTable):
     seq_cp = copies.seq_cp
     can_seq_cp = copies.can_seq_cp
     seq_select = copies.seq_select
+    can_insert = copies.can_insert
+    insert = copies.insert
+    make_empty_like = copies.make_empty_like
     seq_keep = states.seq_keep
     clear = states.clear
     seq_add = states.seq_add

@@ -9,7 +9,7 @@ from zlib import crc32
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache import Cache, merge, split
@@ -99,6 +99,62 @@ def make_sharded(
 
     where = shardings(jax.eval_shape(make), mesh, sharding_rules)
     return jax.jit(make_with_rules, out_shardings=where)()
+
+
+def move(
+    cache: Cache,
+    to: Mesh | jax.Device,
+    *,
+    sharding_rules: ShardingRules | None = None,
+    memory_kind: str | None = None,
+) -> Cache:
+    """Move a cache to the devices of a mesh, to one device, or to another memory of its devices.
+
+    Any cache can be moved between any meshes, such as from a mesh for prefills to a mesh for
+    decoding. To move some sequences only, extract them first (`jaxkv.extract`).
+
+    Args:
+      cache: concrete cache.
+      to: a mesh of devices, or one device.
+      sharding_rules: names of the mesh axes that split the cache; default: the rules of the cache,
+        or `ShardingRules()` for a cache from one device.
+      memory_kind: memory of the devices, such as "pinned_host" for memory of the host. The default
+        is the memory in which the devices compute.
+
+    Returns:
+      The cache in its new place. On one device, it has no sharding rules.
+
+    Raises:
+      TypeError: If `to` is neither a mesh nor a device, or the cache has shapes only.
+      ValueError: If the mesh cannot split the streams or the cells evenly, or `sharding_rules` is
+        given for one device.
+      ValueError: If the cache is traced or was donated, or the devices lack the memory.
+
+    Examples:
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=2, head_dim=4)
+      >>> cache = prefill(forward, params, make_cache(spec, cells=8), [1, 2, 3]).cache
+      >>> waiting = sharding.move(cache, jax.devices()[0], memory_kind="pinned_host")
+      >>> waiting.buffers.k[0].sharding.memory_kind
+      'pinned_host'
+      >>> mesh = jax.make_mesh((2,), ("tensor",))
+      >>> sharding.move(waiting, mesh).buffers.k[0].sharding.spec
+      PartitionSpec(None, 'tensor')
+    """
+    table, buffers = split(cache)
+    check_concrete_cache(table, buffers)
+    if isinstance(to, Mesh):
+        rules = sharding_rules or table.sharding_rules or ShardingRules()
+        where: PyTree = shardings(cache, to, rules)
+    else:
+        rules = None
+        if not isinstance(to, jax.Device):
+            raise TypeError(f"expected a mesh or a device, got {type(to)}; pass jax.devices()[0]")
+        if sharding_rules is not None:
+            raise ValueError("expected a mesh with sharding_rules, got one device; pass a mesh")
+        where = SingleDeviceSharding(to)
+    if memory_kind is not None:
+        where = jax.tree.map(lambda sharding: sharding.with_memory_kind(memory_kind), where)
+    return jax.device_put(merge(table.with_sharding_rules(rules), buffers), where)
 
 
 def _is_partition_spec(x: object) -> bool:

@@ -1,0 +1,104 @@
+"""Copies of sequences from one attention cache into another, of other sizes and another form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.core.loops import differentiable_fori_loop
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import C, Cells, empty_fields, incomplete_layers, locate_owner_bit
+from jaxkv.kv.copy_pooled import (
+    CopyPlan,
+    Place,
+    num_chunks,
+    places_of_chunk,
+    plan_transfer,
+    with_copies,
+)
+from jaxkv.kv.placement import FirstFit
+from jaxkv.kv.shards import Shard, map_table, read_cells, write_cells
+from jaxkv.plan import Reason
+from jaxkv.table import EditCheck, join_checks
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
+
+
+def can_insert(
+    cells: Cells, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> EditCheck:
+    """Return whether `insert` is possible."""
+    need = _plan_insert(cells, source, parents, targets).need
+    checks = [(need.ok, Reason.OUT_OF_CELLS)]
+    missing = incomplete_layers(source)
+    if missing is not None and cells.incomplete is None:
+        stream, *_ = locate_owner_bit(source, parents)
+        is_missing = jnp.any(missing, axis=1)[stream] & (targets < cells.sequences)
+        checks.append((~jnp.any(is_missing), Reason.LAYER_NOT_WRITTEN))
+    return join_checks(*checks)
+
+
+def insert(
+    cells: C,
+    buffers: Buffers,
+    source: Cells,
+    source_buffers: Buffers,
+    parents: Int32[Array, " n"],
+    targets: Int32[Array, " n"],
+) -> tuple[C, Buffers]:
+    """Replace each target by its parent, a sequence of another table; skip targets of Q or more."""
+    transfer = _plan_insert(cells, source, parents, targets)
+
+    def copy_chunk(
+        i: jax.Array, both: tuple[Buffers, Buffers], *plan: jax.Array
+    ) -> tuple[Buffers, Buffers]:
+        def locate_on_shard(shard: Shard, _: Cells, *plan: jax.Array) -> tuple[Place, Place]:
+            return places_of_chunk(shard, *plan, source.num_cells)
+
+        own, other = both
+        origin, target = map_table(
+            cells, locate_on_shard, *plan, i, by_stream=2, out_by_stream=False
+        )
+        return write_cells(cells, own, *target, read_cells(source, other, *origin)), other
+
+    # The buffers of the source are in the carry, since the loop is differentiable in its carry.
+    plan = transfer.origin, transfer.slots, transfer.num_copied
+    steps, limit = num_chunks(transfer.num_copied, cells.num_cells)
+    buffers, _ = differentiable_fori_loop(
+        copy_chunk, steps, limit, (buffers, source_buffers), *plan
+    )
+    return with_copies(cells, source, transfer), buffers
+
+
+def _plan_insert(
+    cells: C, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> CopyPlan[C]:
+    everything = jnp.int32(0), jnp.int32(-1)
+    return plan_transfer(
+        cells, source, parents, targets, targets < cells.sequences, *everything
+    )
+
+
+def make_empty_like(
+    cells: C, buffers: Buffers, sequences: int, num_cells: int
+) -> tuple[C, Buffers]:
+    """Return an empty table and buffers of one stream, with the layers and the form of others."""
+    largest = cells.num_cells * min(sequences, cells.streams)  # the sequences own no more cells
+    num_cells = min(num_cells, largest)
+    ubatch_size = cells.ubatch_size if num_cells == largest else None
+    fields = empty_fields(
+        stacked_layers=0 if cells.incomplete is None else cells.incomplete.shape[1],
+        cells=num_cells,
+        sequences=sequences,
+        streams=1,
+    )
+
+    def zeros(x: jax.Array) -> jax.Array:
+        return jnp.zeros((buffers.layers_per_array, x.shape[1], num_cells, x.shape[3]), x.dtype)
+
+    table = replace(cells, **fields, placement=FirstFit(), ubatch_size=ubatch_size)
+    return table, jax.tree.map(zeros, buffers)
