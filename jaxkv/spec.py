@@ -126,7 +126,7 @@ def mask_unknown_targets(
 def _last_of_each(
     spec: TableSpec, ids: Int32[Array, " n"], is_used: Bool[Array, " n"]
 ) -> Int32[Array, " n"]:
-    """Return ids with Q in place of unused and unknown ids, and of all but the last of equal ids."""
+    """Return ids with Q in place of unused, unknown and all but the last of equal ids."""
     count = spec.sequences
     targets = jnp.where(is_used & (ids >= 0) & (ids < count), ids, count)
     index = jnp.arange(ids.size, dtype=jnp.int32)

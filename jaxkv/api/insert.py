@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import Ids
 
 
-def insert(
-    cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = False
-) -> EditResult:
+def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = False) -> EditResult:
     """Copy sequences of another cache into a cache, such as a conversation from host memory.
 
     Sequence `dst[i]` of `cache` is replaced by sequence `src[i]` of `source`, with its pending
@@ -117,7 +115,7 @@ def extract(cache: Cache, sequences: Ids, *, cells: int) -> EditResult:
 
     Raises:
       ValueError: If a concrete id is not from 0 to Q - 1, or `sequences` is empty or nested.
-      ValueError: If `cells` is not from 1 to 2**30 - 1, or a mesh that splits cells cannot split it.
+      ValueError: If `cells` is not from 1 to 2**30 - 1, or the mesh cannot split the cells evenly.
       ValueError: If the cache was donated.
 
     Examples:

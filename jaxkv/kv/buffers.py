@@ -64,18 +64,14 @@ class Buffers:
         """Number of heads in a row of an array, see `ops.storage.head_rows`."""
         return self.head_sizes[0].kv_heads // self.k[0].shape[-3]
 
-    def layer(self, layer: int | jax.Array, heads_per_row: int | None = None) -> LayerKV:
-        """Return the keys and values of a layer, as two `LayerView` if layers are stacked.
-
-        For buffers of a shard, pass `heads_per_row` of the whole buffers.
-        """
-        n = self.heads_per_row if heads_per_row is None else heads_per_row
+    def layer(self, layer: int | jax.Array) -> LayerKV:
+        """Return the keys and values of a layer, as two `LayerView` if layers are stacked."""
         if not self.stacked:
-            return make_layer_kv(self.k[layer], self.v[layer], self.head_sizes[layer], n)
+            return make_layer_kv(self.k[layer], self.v[layer], self.head_sizes[layer])
         k, v = jax.tree.map(
             lambda x: make_layer_view(x, layer, self.layers), (self.k[0], self.v[0])
         )
-        return make_layer_kv(k, v, self.head_sizes[0], n)
+        return make_layer_kv(k, v, self.head_sizes[0])
 
     def with_layer(self, layer: int | jax.Array, new: LayerKV) -> Buffers:
         """Replace the keys and values of a layer, in the form that `Buffers.layer` returns."""

@@ -102,12 +102,12 @@ def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]
 def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
     """Apply a copy plan to the table and the buffers, if each stream has enough cells."""
     args = transfer.origin, transfer.slots, transfer.num_copied
-    buffers = map_kv(cells, buffers, _copy_planned_cells, *args, by_stream=2)
-    return with_copies(cells, cells, transfer), buffers
+    filled = map_kv(cells, buffers, _copy_planned_cells, *args, by_stream=2)
+    return with_copies(cells, cells, transfer), filled
 
 
 def with_copies(cells: C, source: Cells, transfer: CopyPlan[C]) -> C:
-    """Apply a plan of copies from the table `source` to `cells`, if each stream has enough cells."""
+    """Apply a plan of copies from the table `source`, if each stream has enough cells."""
     base, new_cells, origin, slots, need = transfer
     is_filled = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
     slots = jnp.where(is_filled, slots, out_of_range_slots(slots))
@@ -115,11 +115,12 @@ def with_copies(cells: C, source: Cells, transfer: CopyPlan[C]) -> C:
     stream, _ = divmod_nonnegative(origin, source.num_cells)
     is_source = (stream[..., None] == jnp.arange(source.streams)[None, None]) & is_filled[..., None]
     is_source = jnp.any(is_source, axis=1)  # [S, S'], target and source
-    incomplete = incomplete_layers(source) if cells.incomplete is not None else None
-    if incomplete is not None:
-        incomplete = jnp.any(is_source[..., None] & incomplete[None], axis=1)
-    elif cells.incomplete is not None:
-        incomplete = jnp.zeros_like(cells.incomplete)
+    incomplete, of_source = (
+        jax.tree.map(jnp.zeros_like, cells.incomplete),
+        incomplete_layers(source),
+    )
+    if incomplete is not None and of_source is not None:
+        incomplete = jnp.any(is_source[..., None] & of_source[None], axis=1)
     filled = map_streams(base, mark_used, slots, new_cells, incomplete)
     return jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
 
@@ -129,8 +130,14 @@ def _copy_planned_cells(
 ) -> PyTree:
     """Copy keys and values of cell `origin[s, i]` to `slots[s, i]`, for i < `num_copied[s]`."""
 
-    def copy_chunk(i: jax.Array, arrays: PyTree, *plan: jax.Array) -> PyTree:
-        source, target = places_of_chunk(shard, *plan, i, num_cells)
+    def copy_chunk(
+        i: jax.Array,
+        arrays: PyTree,
+        origin: jax.Array,
+        slots: jax.Array,
+        num_copied: jax.Array,
+    ) -> PyTree:
+        source, target = places_of_chunk(shard, num_cells, i, origin, slots, num_copied)
 
         def copy_array(x: CellArray) -> CellArray:
             return shard.scatter(x, *target, shard.gather(x, *source))
@@ -139,8 +146,7 @@ def _copy_planned_cells(
 
     num_cells = slots.shape[1]
     steps, limit = num_chunks(num_copied, num_cells)
-    plan = origin, slots, num_copied
-    return differentiable_fori_loop(copy_chunk, steps, limit, arrays, *plan)
+    return differentiable_fori_loop(copy_chunk, steps, limit, arrays, origin, slots, num_copied)
 
 
 def num_chunks(num_copied: Int32[Array, " S"], num_cells: int) -> tuple[Int32[Array, ""], int]:
@@ -150,13 +156,13 @@ def num_chunks(num_copied: Int32[Array, " S"], num_cells: int) -> tuple[Int32[Ar
 
 def places_of_chunk(
     shard: Shard,
+    source_cells: int,
+    i: Int32[Array, ""],
     origin: Int32[Array, "S N"],
     slots: Int32[Array, "S N"],
     num_copied: Int32[Array, " S"],
-    i: Int32[Array, ""],
-    source_cells: int,
 ) -> tuple[Place, Place]:
-    """Return source and target of each copy of chunk i."""
+    """Return source and target of each copy of chunk i, for a source of `source_cells` cells."""
     # Copies are numbered over all streams; stream s has the numbers from `ends[s - 1]` up to
     # `ends[s] - 1`. Numbers after the last copy are padding.
     ends = jnp.cumsum(num_copied)

@@ -20,7 +20,7 @@ from jaxkv.kv.copy_pooled import (
     with_copies,
 )
 from jaxkv.kv.placement import FirstFit
-from jaxkv.kv.shards import Shard, map_table, read_cells, write_cells
+from jaxkv.kv.shards import Shard, map_table, read_layer, write_layer
 from jaxkv.plan import Reason
 from jaxkv.table import EditCheck, join_checks
 
@@ -54,16 +54,26 @@ def insert(
     transfer = _plan_insert(cells, source, parents, targets)
 
     def copy_chunk(
-        i: jax.Array, both: tuple[Buffers, Buffers], *plan: jax.Array
+        chunk: jax.Array, both: tuple[Buffers, Buffers], *plan: jax.Array
     ) -> tuple[Buffers, Buffers]:
-        def locate_on_shard(shard: Shard, _: Cells, *plan: jax.Array) -> tuple[Place, Place]:
-            return places_of_chunk(shard, *plan, source.num_cells)
+        def locate_on_shard(
+            shard: Shard,
+            _: Cells,
+            origin: jax.Array,
+            slots: jax.Array,
+            num_copied: jax.Array,
+            chunk: jax.Array,
+        ) -> tuple[Place, Place]:
+            return places_of_chunk(shard, source.num_cells, chunk, origin, slots, num_copied)
 
         own, other = both
         origin, target = map_table(
-            cells, locate_on_shard, *plan, i, by_stream=2, out_by_stream=False
+            cells, locate_on_shard, *plan, chunk, by_stream=2, out_by_stream=False
         )
-        return write_cells(cells, own, *target, read_cells(source, other, *origin)), other
+        for i in range(own.layers):
+            heads = read_layer(source, other.layer(i), *origin)
+            own = own.with_layer(i, write_layer(cells, own.layer(i), *target, heads))
+        return own, other
 
     # The buffers of the source are in the carry, since the loop is differentiable in its carry.
     plan = transfer.origin, transfer.slots, transfer.num_copied
@@ -78,9 +88,7 @@ def _plan_insert(
     cells: C, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> CopyPlan[C]:
     everything = jnp.int32(0), jnp.int32(-1)
-    return plan_transfer(
-        cells, source, parents, targets, targets < cells.sequences, *everything
-    )
+    return plan_transfer(cells, source, parents, targets, targets < cells.sequences, *everything)
 
 
 def make_empty_like(

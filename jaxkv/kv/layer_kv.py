@@ -244,11 +244,10 @@ class LatentKV(LayerKV):
         return (storage_of(self.keys).decode(),)
 
 
-def make_layer_kv(
-    keys: Stored, values: Stored | ValueSlice, sizes: HeadSizes, heads_per_row: int
-) -> LayerKV:
+def make_layer_kv(keys: Stored, values: Stored | ValueSlice, sizes: HeadSizes) -> LayerKV:
     """Return a `LatentKV` if values are slices of the keys, otherwise a `LayerKV`."""
     kind = LatentKV if sizes.latent else LayerKV
+    heads_per_row = sizes.kv_heads // keys.shape[1]
     return kind(keys=keys, values=values, sizes=sizes, heads_per_row=heads_per_row)
 
 

@@ -185,9 +185,13 @@ def map_kv(
     mesh, the first `by_stream` elements of `args` are split by streams, and the other elements are
     replicated.
     """
-    halves = buffers.k, buffers.v
-    shard, specs, _ = _partition_layers(table, buffers)
-    specs = specs.k, specs.v
+    halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
+    partitions = jax.tree.map(
+        lambda x: make_axis_partition(table.sharding_rules, **shardable_sizes(x, depth)), halves
+    )
+    specs = jax.tree.map(lambda partition: partition.partition_spec, partitions)
+    axes, *_ = jax.tree.leaves(partitions)  # those of streams and cells are equal in all arrays
+    shard = Shard(axes.streams, axes.cells)
     in_specs = (*(P(shard.streams),) * by_stream, *(P(),) * (len(args) - by_stream), specs)
 
     def change_layers_in_turn(*args: PyTree) -> PyTree:
@@ -203,62 +207,44 @@ def map_kv(
     return replace(buffers, k=k, v=v)
 
 
-def read_cells(
-    table: Cells, buffers: Buffers, streams: Int32[Array, "*n"], cells: Int32[Array, "*n"]
-) -> tuple[LayerKV, ...]:
-    """Return the heads of each layer in the given cells, see `LayerKV.read_heads`."""
-    shard, specs, head_specs = _partition_layers(table, buffers)
-    n = buffers.heads_per_row
+def read_layer(
+    table: Cells, layer: LayerKV, streams: Int32[Array, " n"], cells: Int32[Array, " n"]
+) -> LayerKV:
+    """Return the heads of a layer in the given cells, see `LayerKV.read_heads`."""
+    shard, specs, head_specs = _partition_layer(table, layer)
 
-    def read_on_shard(buffers: Buffers, *place: jax.Array) -> tuple[LayerKV, ...]:
-        layers = (buffers.layer(i, n) for i in range(buffers.layers))
-        return tuple(layer.read_heads(lambda x: shard.gather(x, *place)) for layer in layers)
+    def read_on_shard(layer: LayerKV, *place: jax.Array) -> LayerKV:
+        return layer.read_heads(lambda x: shard.gather(x, *place))
 
     run = map_shards(table.sharding_rules, read_on_shard, (specs, P(), P()), head_specs)
-    return run(buffers, streams, cells)
+    return run(layer, streams, cells)
 
 
-def write_cells(
+def write_layer(
     table: Cells,
-    buffers: Buffers,
-    streams: Int32[Array, "*n"],
-    slots: Int32[Array, "*n"],
-    heads: tuple[LayerKV, ...],
-) -> Buffers:
-    """Write heads that `read_cells` returned for any cache; skip slots past the last cell."""
-    shard, specs, head_specs = _partition_layers(table, buffers)
-    n = buffers.heads_per_row
+    layer: LayerKV,
+    streams: Int32[Array, " n"],
+    slots: Int32[Array, " n"],
+    heads: LayerKV,
+) -> LayerKV:
+    """Write heads that `read_layer` returned for any cache; skip slots past the last cell."""
+    shard, specs, head_specs = _partition_layer(table, layer)
 
-    def write_on_shard(
-        buffers: Buffers, heads: tuple[LayerKV, ...], *place: jax.Array
-    ) -> Buffers:
-        for i, new in enumerate(heads):
-            layer = buffers.layer(i, n)
-            layer = layer.put(layer.join(new), lambda x, rows: shard.scatter(x, *place, rows))
-            buffers = buffers.with_layer(i, layer)
-        return buffers
+    def write_on_shard(layer: LayerKV, heads: LayerKV, *place: jax.Array) -> LayerKV:
+        return layer.put(layer.join(heads), lambda x, rows: shard.scatter(x, *place, rows))
 
     in_specs = specs, head_specs, P(), P()
     run = map_shards(table.sharding_rules, write_on_shard, in_specs, specs)
-    return run(buffers, heads, streams, slots)
+    return run(layer, heads, streams, slots)
 
 
-def _partition_layers(table: Cells, buffers: Buffers) -> tuple[Shard, Buffers, tuple[P, ...]]:
-    """Return the shard of all arrays, the spec of each array, and the spec of heads of each layer.
+def _partition_layer(table: Cells, layer: LayerKV) -> tuple[Shard, LayerKV, P]:
+    """Return the shard of a layer, the spec of each array, and the spec of its heads `[n, K, D]`.
 
-    Heads are arrays `[n, K, D]`, of which the mesh splits K as it splits the rows of the layer.
+    The mesh splits the heads as it splits the rows of the layer.
     """
-    rules, depth = table.sharding_rules, buffers.layers_per_array
-    partitions = jax.tree.map(
-        lambda x: make_axis_partition(rules, **shardable_sizes(x, depth)), buffers
-    )
-    specs = jax.tree.map(lambda partition: partition.partition_spec, partitions)
-    axes, *_ = jax.tree.leaves(partitions)  # those of streams and cells are equal in all arrays
-    heads = [
-        make_axis_partition(rules, **shardable_sizes(buffers.layer(i).keys)).kv_heads
-        for i in range(buffers.layers)
-    ]
-    return Shard(axes.streams, axes.cells), specs, tuple(P(None, axes) for axes in heads)
+    axes = make_axis_partition(table.sharding_rules, **shardable_sizes(layer.keys))
+    return Shard(axes.streams, axes.cells), layer.partition_specs(axes), P(None, axes.kv_heads)
 
 
 def map_table(
@@ -266,9 +252,10 @@ def map_table(
 ) -> R:
     """Call `work(shard, cells, *args)` with the streams of each device.
 
-    The first `by_stream` elements of `args` are split by streams of `cells`. Other tables in `args`
-    are split by their own streams, and other elements are replicated. `out_by_stream` is True, or a tree prefix of the results with True, for results that
-    are split by streams; other results must be equal on all devices.
+    The first `by_stream` elements of `args` are split by streams of `cells`, other tables in `args`
+    by their own streams; other elements are replicated. `out_by_stream` is True, or a tree prefix
+    of the results with True, for results that are split by streams; other results must be equal on
+    all devices.
     """
     shard = shard_of_table(cells)
     others = [P(shard_of_table(x).streams) if isinstance(x, Cells) else P() for x in args]

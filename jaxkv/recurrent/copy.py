@@ -104,7 +104,10 @@ def _assign_states(
     is_cross_stream = is_sequence(states, dst) & (stream_of(states, src) != stream_of(states, dst))
     cells, copies = _cells_of_targets(states, states, src, dst, cell, is_cross_stream)
     copied, buffers = _copy_states(
-        *(states, buffers, states, buffers), src, dst, (cell, jnp.where(copies, cells, states.num_cells))
+        *(states, buffers, states, buffers),
+        src,
+        dst,
+        (cell, jnp.where(copies, cells, states.num_cells)),
     )
     return _set_pairs(copied, dst, position, cells), buffers
 
@@ -147,9 +150,7 @@ def make_empty_like(
 ) -> tuple[T, Buffers]:
     """Return an empty table and buffers of one stream, with as many earlier states."""
     del num_cells  # of attention layers
-    fields = empty_fields(
-        sequences=sequences, streams=1, max_rollback=states.num_earlier_states
-    )
+    fields = empty_fields(sequences=sequences, streams=1, max_rollback=states.num_earlier_states)
     table = replace(states, **fields)
 
     def zeros(x: jax.Array) -> jax.Array:
@@ -230,6 +231,8 @@ def _cells_of_targets(
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
     ahead = is_same_stream & copies[None] & (index[:, None] > index[None])
     rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
-    new_cells = jnp.where(is_entry, order.at[streams, rank].get(**FILL, fill_value=size)[first], size)
+    new_cells = jnp.where(
+        is_entry, order.at[streams, rank].get(**FILL, fill_value=size)[first], size
+    )
     new_cells = new_cells.reshape(cell.shape)
     return jnp.where(is_copied[:, None], new_cells, cell), copies.reshape(cell.shape)
