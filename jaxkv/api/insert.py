@@ -21,7 +21,7 @@ from jaxkv.core.validate import check_count
 from jaxkv.jit_helpers import jit_table
 from jaxkv.sharding.make import move
 from jaxkv.spec import check_distinct, mask_unknown_targets
-from jaxkv.table import CacheTable, EditCheck
+from jaxkv.table import CacheTable, EditCheck, join_checks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree
@@ -90,6 +90,8 @@ def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = Fa
             f"{np.shape(ids[1])}; pass one target for each sequence"
         )
     check_distinct(ids[1])
+    if not np.size(ids[1]):
+        return edit_result(cache, join_checks())
     run = _insert_donated if donate else _insert
     return edit_result(*run(table, buffers, other_table, other_buffers, *map(jnp.atleast_1d, ids)))
 

@@ -28,11 +28,19 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32
 
 
+def plan_insert(
+    cells: C, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> CopyPlan[C]:
+    """Plan to replace each target by its parent, a sequence of another table."""
+    everything = jnp.int32(0), jnp.int32(-1)
+    return plan_transfer(cells, source, parents, targets, targets < cells.sequences, *everything)
+
+
 def can_insert(
     cells: Cells, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> EditCheck:
     """Return whether `insert` is possible."""
-    need = _plan_insert(cells, source, parents, targets).need
+    need = plan_insert(cells, source, parents, targets).need
     checks = [(need.ok, Reason.OUT_OF_CELLS)]
     missing = incomplete_layers(source)
     if missing is not None and cells.incomplete is None:
@@ -51,7 +59,7 @@ def insert(
     targets: Int32[Array, " n"],
 ) -> tuple[C, Buffers]:
     """Replace each target by its parent, a sequence of another table; skip targets of Q or more."""
-    transfer = _plan_insert(cells, source, parents, targets)
+    transfer = plan_insert(cells, source, parents, targets)
 
     def copy_chunk(
         chunk: jax.Array, both: tuple[Buffers, Buffers], *plan: jax.Array
@@ -82,13 +90,6 @@ def insert(
         copy_chunk, steps, limit, (buffers, source_buffers), *plan
     )
     return with_copies(cells, source, transfer), buffers
-
-
-def _plan_insert(
-    cells: C, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
-) -> CopyPlan[C]:
-    everything = jnp.int32(0), jnp.int32(-1)
-    return plan_transfer(cells, source, parents, targets, targets < cells.sequences, *everything)
 
 
 def make_empty_like(

@@ -230,8 +230,10 @@ def write_layer(
     """Write heads that `read_layer` returned for any cache; skip slots past the last cell."""
     shard, specs, head_specs = _partition_layer(table, layer)
 
-    def write_on_shard(layer: LayerKV, heads: LayerKV, *place: jax.Array) -> LayerKV:
-        return layer.put(layer.join(heads), lambda x, rows: shard.scatter(x, *place, rows))
+    def write_on_shard(
+        layer: LayerKV, heads: LayerKV, streams: jax.Array, slots: jax.Array
+    ) -> LayerKV:
+        return layer.put(layer.join(heads), lambda x, rows: shard.scatter(x, streams, slots, rows))
 
     in_specs = specs, head_specs, P(), P()
     run = map_shards(table.sharding_rules, write_on_shard, in_specs, specs)

@@ -12,7 +12,7 @@ from jaxkv.core.array_utils import DROP, FILL, resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.plan import Reason
-from jaxkv.recurrent.buffers import read_cells, write_cells
+from jaxkv.recurrent.buffers import Place, read_cells, write_cells
 from jaxkv.recurrent.states import (
     States,
     T,
@@ -98,18 +98,29 @@ def _assign_states(
 
     Targets in other streams get copies of the states.
     """
-    position, cell = fork.position[src], fork.cell[src]
+    pairs = fork.position[src], fork.cell[src]
     if buffers is None:
-        return _set_pairs(states, dst, position, cell), None
+        return _set_pairs(states, dst, *pairs), None
     is_cross_stream = is_sequence(states, dst) & (stream_of(states, src) != stream_of(states, dst))
-    cells, copies = _cells_of_targets(states, states, src, dst, cell, is_cross_stream)
-    copied, buffers = _copy_states(
-        *(states, buffers, states, buffers),
-        src,
-        dst,
-        (cell, jnp.where(copies, cells, states.num_cells)),
+    states, origin, target = _plan_copies(states, states, src, dst, pairs, is_cross_stream)
+    return states, write_cells(states, buffers, target, read_cells(states, buffers, origin))
+
+
+def plan_insert(
+    states: T, source: States, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> tuple[T, Place, Place]:
+    """Replace each target by its parent, a sequence of another table; skip targets of Q or more.
+
+    If the table stores fewer states of a sequence than `source`, only the newest are copied. Also
+    returns the cells `[n, E + 1]` to copy, in both tables.
+    """
+    count, size = states.num_earlier_states + 1, source.num_cells
+    missing = [(0, 0), (max(count - source.num_earlier_states - 1, 0), 0)]
+    pairs = (
+        jnp.pad(source.position[parents, -count:], missing, constant_values=EMPTY),
+        jnp.pad(source.cell[parents, -count:], missing, constant_values=size),
     )
-    return _set_pairs(copied, dst, position, cells), buffers
+    return _plan_copies(states, source, parents, targets, pairs, is_sequence(states, targets))
 
 
 def insert(
@@ -120,21 +131,9 @@ def insert(
     parents: Int32[Array, " n"],
     targets: Int32[Array, " n"],
 ) -> tuple[T, Buffers]:
-    """Replace each target by its parent, a sequence of another table; skip targets of Q or more.
-
-    If the table stores fewer states of a sequence than `source`, only the newest are copied.
-    """
-    pairs, size = states.num_earlier_states + 1, source.num_cells
-    missing = [(0, 0), (max(pairs - source.num_earlier_states - 1, 0), 0)]
-    position = jnp.pad(source.position[parents, -pairs:], missing, constant_values=EMPTY)
-    cell = jnp.pad(source.cell[parents, -pairs:], missing, constant_values=size)
-    is_copied = is_sequence(states, targets)
-    cells, copies = _cells_of_targets(states, source, parents, targets, cell, is_copied)
-    copied, buffers = _copy_states(
-        *(states, buffers, source, source_buffers),
-        *(parents, targets, (cell, jnp.where(copies, cells, states.num_cells))),
-    )
-    return _set_pairs(copied, targets, position, cells), buffers
+    """Replace each target by its parent, see `plan_insert`, and copy the states."""
+    states, origin, target = plan_insert(states, source, parents, targets)
+    return states, write_cells(states, buffers, target, read_cells(source, source_buffers, origin))
 
 
 def can_insert(
@@ -167,30 +166,34 @@ def _set_pairs(states: T, dst: jax.Array, position: jax.Array, cell: jax.Array) 
     )
 
 
-def _copy_states(
+def _plan_copies(
     states: T,
-    buffers: Buffers,
     source: States,
-    source_buffers: Buffers,
     src: jax.Array,
     dst: jax.Array,
-    cells: tuple[jax.Array, jax.Array],
-) -> tuple[T, Buffers]:
-    """Copy states of another table between the given cells, `[n, E + 1]` of source and target."""
-    origin = stream_of(source, src)[:, None], cells[0]
-    where = stream_of(states, dst)[:, None], cells[1]
-    source_stamp = source.stamp.at[origin].get(**FILL, fill_value=0)
+    pairs: tuple[jax.Array, jax.Array],
+    is_copied: jax.Array,
+) -> tuple[T, Place, Place]:
+    """Assign the (position, cell) pairs of `src` in `source` to targets.
+
+    If `is_copied[i]` is True, target i gets copies of the states, in other cells. Also returns the
+    cells `[n, E + 1]` to copy, in both tables.
+    """
+    position, cell = pairs
+    cells, copies = _cells_of_targets(states, source, src, dst, cell, is_copied)
+    origin = stream_of(source, src)[:, None], cell
+    target = stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells)
+    of_source = {
+        name: getattr(source, name).at[origin].get(**FILL, fill_value=0)
+        for name in ("stamp", "content", "first_position")
+    }
     # The cell has a new state, so older tables must have another hash for the cell.
-    stamp = hash_overwritten_cells(states.stamp.at[where].get(**FILL, fill_value=0), source_stamp)
-    content = source.content.at[origin].get(**FILL, fill_value=0)
-    first = source.first_position.at[origin].get(**FILL, fill_value=0)
-    states = replace(
-        states,
-        stamp=states.stamp.at[where].set(stamp, **DROP),
-        content=states.content.at[where].set(content, **DROP),
-        first_position=states.first_position.at[where].set(first, **DROP),
-    )
-    return states, write_cells(states, buffers, where, read_cells(source, source_buffers, origin))
+    old = states.stamp.at[target].get(**FILL, fill_value=0)
+    of_source["stamp"] = hash_overwritten_cells(old, of_source["stamp"])
+    fields = {
+        name: getattr(states, name).at[target].set(new, **DROP) for name, new in of_source.items()
+    }
+    return _set_pairs(replace(states, **fields), dst, position, cells), origin, target
 
 
 def _cells_of_targets(

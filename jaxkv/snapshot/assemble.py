@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.array_utils import is_traced
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.hybrid import HybridTable, compose_hybrid_cache
 from jaxkv.jit_helpers import check_concrete_cache
@@ -168,18 +168,10 @@ def list_sequences(spec: TableSpec, sequences: int | Sequence[int]) -> list[int]
 
 
 def check_saveable(cache: Cache) -> None:
-    """Raise unless an object is a single concrete cache on one device."""
+    """Raise unless an object is a single concrete cache."""
     table, buffers = split(cache)
-    if table.sharding_rules is not None or not is_concrete(cache):
-        kind = (
-            f"one with {table.sharding_rules}"
-            if table.sharding_rules
-            else "one that is traced or split"
-        )
-        raise ValueError(
-            f"expected a cache on one device, outside of jit, got {kind}; one on a mesh is saved "
-            f"and restored by Orbax, see docs/howto/snapshots.md"
-        )
+    if is_traced(cache):
+        raise ValueError("expected a cache outside of jit, got a traced one; call it between steps")
     check_concrete_cache(table, buffers)
 
 

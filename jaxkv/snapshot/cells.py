@@ -16,23 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import dtype_names, out_of_range_slots, to_host
-from jaxkv.core.constants import EMPTY, END, WORD
+from jaxkv.core.array_utils import dtype_names, next_power_of_two, to_host
+from jaxkv.core.constants import END, WORD
 from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
+from jaxkv.jit_helpers import jit_table, replicate
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cells import empty_fields, incomplete_layers, sequence_bits, with_owners
+from jaxkv.kv.cells import Cells, empty_fields, incomplete_layers
+from jaxkv.kv.copy_pooled import CopyDemand, with_copies
 from jaxkv.kv.cross_attention import as_source_table
+from jaxkv.kv.insert import plan_insert
 from jaxkv.kv.layer_kv import LayerKV
 from jaxkv.kv.make import make_attention_cache
-from jaxkv.kv.record import INITIAL, CellRecord
-from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
+from jaxkv.kv.placement import FirstFit
+from jaxkv.kv.record import INITIAL
+from jaxkv.kv.shards import read_layer, write_layer
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.storage.cell_arrays import gather, scatter
 from jaxkv.ops.storage.forms import form_of_dtype, storage_in_snapshot
-from jaxkv.ops.storage.head_rows import A, join_heads
 from jaxkv.ops.storage.latent import ValueSlice
-from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 from jaxkv.ops.storage.storage import Storage, Stored
 from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import take_cells, write_cells
@@ -54,11 +55,10 @@ from jaxkv.snapshot.placements import find_saved_placement
 from jaxkv.spec import check_sequences_and_streams
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, ArrayLike, Bool, Int, Int32, PyTree, UInt32
+    from jaxtyping import Array, Int, Int32, PyTree, UInt32
 
     from jaxkv.rope import NotGiven, Rope
     from jaxkv.snapshot.description import CellDescription
-    from jaxkv.snapshot.parts import Fill
 
 CHUNK = 256
 """Number of cells that one read or write transfers."""
@@ -152,10 +152,11 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
 
-        def take_rows(array: CellArray) -> np.ndarray:
-            return take_cells(array, stream, cell, read=gather, size=CHUNK)
-
-        return arrays, _read_heads(buffers, take_rows)
+        heads = [
+            take_cells(partial(_read_chunk, table, buffers.layer(i)), stream, cell, size=CHUNK)
+            for i in range(buffers.layers)
+        ]
+        return arrays, _with_layers(buffers, heads)
 
     @staticmethod
     def saved_shapes(
@@ -169,10 +170,11 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             forms[name] = jax.ShapeDtypeStruct((count, *field.shape[1:-1]), field.dtype)
         forms["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
 
-        def heads_at(buffers: Buffers, index: Int32[Array, " n"]) -> Buffers:
-            return _read_heads(buffers, lambda x: gather(x, index, index))
-
-        return forms, jax.eval_shape(heads_at, buffers, each)
+        heads = [
+            jax.eval_shape(_read_chunk, table, layer, each, each)
+            for layer in _unstack_layers(buffers)
+        ]
+        return forms, _with_layers(buffers, heads)
 
     @staticmethod
     def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
@@ -196,81 +198,130 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             check_values(evicted_below == 0, "evicted_below", evicted_below, "of 0 (no window)")
 
     @staticmethod
-    def assign_slots(
+    def restore_table(
+        table: CellTable, read: Read, sequences: list[int], seed: int
+    ) -> SlotAssignment:
+        """Add the saved cells to an empty table, each at its own index."""
+        stream, cell = read("stream"), read("cell")
+        host, origin = jax.tree.map(np.array, to_host(table)), np.arange(len(cell))
+        for name, field in {**_read_fields(read, seed), "owners": read("owners")}.items():
+            getattr(host, name)[stream, ..., cell] = field
+        host.evicted_below[np.array(sequences, int)] = read("evicted_below")
+        filled = jax.tree.map(jnp.asarray, host).advance_version(table)
+        return SlotAssignment(table=filled, streams=stream, cells=cell, origin=origin)
+
+    @staticmethod
+    def insert_into_table(
         table: CellTable,
         saved: CellTable,
         read: Read,
+        sequences: list[int],
         moves: SequenceMap,
         seed: int,
-        fresh: bool,
     ) -> SlotAssignment:
-        """Choose a free cell for each saved cell if `fresh` is True, else use the saved index."""
-        demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
-        evicted_below = np.full(table.sequences, EMPTY, np.int32)
-        evicted_below[moves.new] = read("evicted_below")[moves.saved_index]
-        rest, open_cells, num_free = _release_sequences(table, evicted_below)
-        for stream in np.flatnonzero(demand > np.asarray(num_free)):
+        """Choose a free cell for each saved cell, as `jaxkv.insert` does."""
+        source = _pool_of_saved_cells(saved, read, sequences, seed)
+        args = np.array(moves.saved_index, np.int32), np.array(moves.new, np.int32)
+        filled, origin, slots, need = _plan(table, source, *args)
+        origin, slots, need = to_host((origin, slots, need))
+        for stream in np.flatnonzero(need.demand > need.capacity):
             raise PlanRefusedError(
-                f"expected {demand[stream]} free cells in stream {stream} for a snapshot, got "
-                f"{num_free[stream]}; remove a sequence there (seq_rm), or make a cache with more "
-                f"cells"
+                f"expected {need.demand[stream]} free cells in stream {stream} for a snapshot, got "
+                f"{need.capacity[stream]}; remove a sequence there (seq_rm), or make a cache with "
+                f"more cells"
             )
-        # In stream s, only the first `demand[s]` entries of `origin` are saved cells.
-        is_filled = np.arange(table.num_cells)[None] < demand[:, None]
-
-        def gather_by_origin(name: str) -> np.ndarray:
-            field = read(name)
-            return np.append(field, np.zeros(1, field.dtype))[origin]
-
-        slots = _choose(rest, open_cells) if fresh else jnp.asarray(gather_by_origin("cell"))
-        slots = np.where(is_filled, slots, np.asarray(out_of_range_slots(slots)))
-        fields = {"owners": owners, **{name: gather_by_origin(name) for name in SAVED}}
-        filled = _occupy_cells(rest, slots, fields, origin, np.uint32(seed))
-        streams = np.broadcast_to(
-            np.arange(table.streams, dtype=np.int32)[:, None], is_filled.shape
-        )
+        streams, rank = np.nonzero(np.arange(slots.shape[1])[None] < need.demand[:, None])
         return SlotAssignment(
-            table=filled.advance_version(table),
-            streams=streams[is_filled],
-            cells=slots[is_filled],
-            origin=origin[is_filled],
+            table=filled,
+            streams=streams.astype(np.int32),
+            cells=slots[streams, rank],
+            origin=origin[streams, rank],
         )
 
     @staticmethod
-    def fill_buffers(buffers: Buffers, prefix: str, fill: Fill) -> Buffers:
-        """Fill the arrays of all layers, one layer at a time, and return the buffers."""
-        called = buffer_names(_unstack_layers(buffers), prefix)
+    def write_buffers(buffers: Buffers, prefix: str, placed: SlotAssignment, read: Read) -> Buffers:
+        """Write keys and values into the assigned slots, one layer at a time."""
+        names = buffer_names(_with_layers(buffers, _unstack_layers(buffers)), prefix)
         for i in range(buffers.layers):
             layer = buffers.layer(i)
-            names = called.k[i], called.v[i]
-            keys, values = map_arrays(fill, (layer.keys, layer.values), names)
-            buffers = buffers.with_layer(i, replace(layer, keys=keys, values=values))
+            keys, values = jax.tree.map(read, (names.k[i], names.v[i]))
+            heads = replace(layer, keys=keys, values=values)
+            write = partial(_write_chunk, placed.table)
+            layer = write_cells(write, layer, placed, heads, size=CHUNK)
+            buffers = buffers.with_layer(i, layer)
         return buffers
 
-    @staticmethod
-    def write_array(array: CellArray, placed: SlotAssignment, new: np.ndarray) -> CellArray:
-        """Write saved keys or values, `[n, K, ...]`, into the array of a layer."""
-        where, rows = (
-            (placed.streams, placed.cells),
-            join_heads(new, new.shape[1] // array.shape[1], array.shape[3]),
-        )
-        return write_cells(array, *where, rows, placed.origin, write=scatter, size=CHUNK)
+
+@jax.jit
+def _read_chunk(
+    table: CellTable, layer: LayerKV, streams: Int32[Array, " n"], cells: Int32[Array, " n"]
+) -> LayerKV:
+    return replicate(table, read_layer(table, layer, streams, cells))
 
 
-def _unstack_layers(buffers: Buffers) -> Buffers:
-    """Return the buffers with one array for each layer, as in a snapshot."""
-    return _with_layers(buffers, [buffers.layer(i) for i in range(buffers.layers)])
+@partial(jax.jit, donate_argnums=1)
+def _write_chunk(
+    table: CellTable,
+    layer: LayerKV,
+    heads: LayerKV,
+    streams: Int32[Array, " n"],
+    cells: Int32[Array, " n"],
+) -> LayerKV:
+    return write_layer(table, layer, streams, cells, heads)
+
+
+@jit_table
+def _plan(
+    table: CellTable, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> tuple[CellTable, Int32[Array, "S N"], Int32[Array, "S N"], CopyDemand]:
+    transfer = plan_insert(table, source, parents, targets)
+    filled = with_copies(table, source, transfer).advance_version(table)
+    return filled, transfer.origin, transfer.slots, transfer.need
+
+
+def _read_fields(read: Read, seed: int) -> dict[str, np.ndarray]:
+    """Return the fields of the saved cells except for owners, by name."""
+    stream = read("stream")
+    index = jnp.arange(len(stream), dtype=jnp.int32)
+    stamp = chain_hashes(jnp.full(index.shape, seed, jnp.uint32), index)
+    return {**{name: read(name) for name in SAVED}, "stamp": np.asarray(stamp)}
+
+
+def _pool_of_saved_cells(
+    saved: CellTable, read: Read, sequences: list[int], seed: int
+) -> CellTable:
+    """Return a table of one stream with all saved cells in saved order, and all saved sequences."""
+    # The number of cells is rounded up, so that few programs are compiled.
+    stream, bits = read("stream"), read("owners")
+    count, size = len(stream), next_power_of_two(len(stream))
+    words = np.zeros((-(-len(sequences) // WORD), count), np.uint32)
+    for i, seq in enumerate(sequences):
+        home, word, bit = _locate_owner_bit(saved, seq)
+        is_own = (stream == home) & (bits[:, word] >> np.uint32(bit) & 1 == 1)
+        words[i // WORD, is_own] |= np.uint32(1 << i % WORD)
+    fields = {}
+    for name, field in {**_read_fields(read, seed), "owners": words}.items():
+        padding = [(0, 0)] * (field.ndim - 1) + [(0, size - count)]
+        fields[name] = np.pad(field, padding, constant_values=INITIAL[name])[None]
+    return CellTable(
+        **fields,
+        evicted_below=jnp.asarray(read("evicted_below")),
+        version=jnp.zeros(1, jnp.uint32),
+        incomplete=None,
+        placement=FirstFit(),
+        window=saved.window,
+        ubatch_size=None,
+    )
+
+
+def _unstack_layers(buffers: Buffers) -> list[LayerKV]:
+    return [buffers.layer(i) for i in range(buffers.layers)]
 
 
 def _with_layers(buffers: Buffers, layers: list[LayerKV]) -> Buffers:
+    """Return buffers with one array for each layer, as in a snapshot."""
     k, v = tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers)
     return replace(buffers, k=k, v=v, stacked=False)
-
-
-def _read_heads(buffers: Buffers, read: Callable[[CellArray], A]) -> Buffers:
-    """Read the rows of each layer with `read`, and split each row into heads."""
-    layers = [buffers.layer(i).read_heads(read) for i in range(buffers.layers)]
-    return _with_layers(buffers, layers)
 
 
 def _owner_words(
@@ -318,82 +369,6 @@ def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
     """Return the stream of a sequence, and the word index and bit index of its owner flag."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
-
-
-def _assign_cells(
-    table: CellTable,
-    saved: CellTable,
-    stream: Int32[np.ndarray, " n"],
-    owners: UInt32[np.ndarray, "n X"],
-    moves: SequenceMap,
-) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return the number of cells to fill in each stream, and the source and owners of each cell.
-
-    A source is the index of a saved cell; n for unfilled cells. The first array also counts the
-    saved cells that do not fit in a stream.
-    """
-    bits_by_pair: dict[tuple[int, int], np.ndarray] = {}
-    streams, words, size = table.owners.shape
-    for old, new in zip(moves.old, moves.new, strict=True):
-        (source, word, bit), (target, own_word, own_bit) = (
-            _locate_owner_bit(saved, old),
-            _locate_owner_bit(table, new),
-        )
-        # Saved cells are ordered by stream, so the cells of stream `source` are a slice.
-        here = slice(*np.searchsorted(stream, (source, source + 1)))
-        own_bits = owners[here, word] >> np.uint32(bit) & np.uint32(1)
-        theirs = bits_by_pair.setdefault(
-            (target, source), np.zeros((len(own_bits), words), np.uint32)
-        )
-        theirs[:, own_word] |= own_bits << np.uint32(own_bit)
-
-    # Cells of a saved stream that go to one stream are neighbours in `origin`, in the order of
-    # saved streams.
-    demand = np.zeros(streams, np.int32)
-    origin = np.full((streams, size), len(stream), np.int32)
-    owner = np.zeros((streams, words, size), np.uint32)
-    for (target, source), theirs in sorted(bits_by_pair.items()):
-        used = np.flatnonzero(theirs.any(axis=1))
-        first, last = demand[target], demand[target] + len(used)
-        demand[target] = last
-        if last <= size:
-            origin[target, first:last] = np.searchsorted(stream, source) + used
-            owner[target, :, first:last] = theirs[used].T
-    return demand, origin, owner
-
-
-@jax.jit
-def _release_sequences(
-    table: CellTable, evicted_below: Int32[ArrayLike, " Q"]
-) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove sequences whose entry in `evicted_below` is not -1; copy these entries to the table.
-
-    Also return the free cells, and the number of cells that a snapshot may fill in each stream.
-    """
-    is_removed = evicted_below != EMPTY
-    ids = jnp.where(is_removed, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
-    gone = jax.lax.reduce_or(jax.vmap(partial(sequence_bits, table))(ids), axes=(0,))
-    rest = with_owners(table, table.owners & ~gone[..., None])
-    rest = replace(rest, evicted_below=jnp.where(is_removed, evicted_below, rest.evicted_below))
-    open_cells = usable_cells(rest)
-    return rest, open_cells, jnp.sum(open_cells, axis=1, dtype=jnp.int32)
-
-
-_choose = jax.jit(choose_cells)
-
-
-@jax.jit
-def _occupy_cells(
-    rest: CellTable,
-    slots: Int32[Array, "S N"],
-    fields: dict[str, jax.Array],
-    origin: Int32[Array, "S N"],
-    seed: UInt32[Array, ""],
-) -> CellTable:
-    """Write restored cells into a table; compute each `stamp` from `seed` and `origin`."""
-    stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
-    new_cells = CellRecord(stamp=stamp, **fields)
-    return mark_used(rest, slots, new_cells, jax.tree.map(jnp.zeros_like, rest.incomplete))
 
 
 def _slice_bounds(latent: ValueSlice | None) -> list[int] | None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.core.validate import check_int32
 from jaxkv.snapshot.assemble import (
-    NamedPart,
     cache_shapes,
     check_fits,
     check_saveable,
@@ -27,11 +27,7 @@ from jaxkv.snapshot.parts import SequenceMap
 from jaxkv.snapshot.placements import check_placements
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
-
-    from jaxkv.ops.storage.layer_stack import LayerView
     from jaxkv.snapshot.description import Json
-    from jaxkv.snapshot.parts import SlotAssignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +176,9 @@ def load(
         if into is None:
             check_size(file, saved, max_bytes)
             check_placements(saved)
-            moves = SequenceMap([*range(len(ids))], ids, ids)
-            return _restore(file, saved, make_empty_cache(file), moves, fresh=False)
+            return _restore(file, saved, make_empty_cache(file), None, donate=True)
         check_fits(saved, into)
-        moves = _map_sequences(ids, into, sequences)
-        return _restore(file, saved, into, moves, fresh=True, donate=donate)
+        return _restore(file, saved, into, _map_sequences(ids, into, sequences), donate=donate)
 
 
 def _check_model(file: SnapshotFile, model: Json) -> Cache:
@@ -219,48 +213,36 @@ def _map_sequences(
             )
         target_of = dict(zip(saved, targets, strict=True))
     new = list_sequences(spec, [*target_of.values()])
-    return SequenceMap([saved.index(seq) for seq in target_of], [*target_of], new)
+    return SequenceMap([saved.index(seq) for seq in target_of], new)
 
 
 def _restore(
-    file: SnapshotFile,
-    saved: Cache,
-    cache: Cache,
-    moves: SequenceMap,
-    *,
-    fresh: bool,
-    donate: bool = True,
+    file: SnapshotFile, saved: Cache, cache: Cache, moves: SequenceMap | None, *, donate: bool
 ) -> Cache:
-    """Write saved sequences into a cache, after a check of all arrays in the file."""
+    """Write saved sequences into a cache, after a check of all arrays in the file.
+
+    If `moves` is None, the cache is empty, and each saved cell gets its own index.
+    """
     file.check()
-    for part, part_cache, table, _ in name_parts(saved):
-        part.check_saved_table(
-            part_cache.table, lambda name, at=table: file[at + name], file.description["sequences"]
-        )
-    pairs = [*zip(name_parts(cache), name_parts(saved), strict=True)]
-    places = [
-        entry.part.assign_slots(
-            entry.cache.table,
-            saved_entry.cache.table,
-            lambda name, entry=entry: file[entry.table + name],
-            moves,
-            file.seed,
-            fresh,
-        )
-        for entry, saved_entry in pairs
-    ]
+    ids, all_placed = file.description["sequences"], []
+    for entry, saved_entry in zip(name_parts(cache), name_parts(saved), strict=True):
+        part, table, saved_table = entry.part, entry.cache.table, saved_entry.cache.table
+
+        def read(name: str, prefix: str = saved_entry.table) -> np.ndarray:
+            return file[prefix + name]
+
+        part.check_saved_table(saved_table, read, ids)
+        if moves is None:
+            all_placed.append(part.restore_table(table, read, ids, file.seed))
+        elif moves.new:
+            placed = part.insert_into_table(table, saved_table, read, ids, moves, file.seed)
+            all_placed.append(placed)
+    if moves is not None and not moves.new:
+        return cache
     parts = []
-    for (entry, _), placed in zip(pairs, places, strict=True):
-
-        def fill(
-            array: Array | LayerView,
-            name: str,
-            entry: NamedPart = entry,
-            placed: SlotAssignment = placed,
-        ) -> Array | LayerView:
-            return entry.part.write_array(array, placed, file[name])
-
+    for entry, placed in zip(name_parts(cache), all_placed, strict=True):
         buffers = entry.cache.buffers
         buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
-        parts.append((placed.table, entry.part.fill_buffers(buffers, entry.buffers, fill)))
+        written = entry.part.write_buffers(buffers, entry.buffers, placed, file.__getitem__)
+        parts.append((placed.table, written))
     return with_parts(cache, parts)

@@ -34,10 +34,7 @@ Form = jax.ShapeDtypeStruct
 """Dtype and shape of a saved array."""
 
 Read = Callable[[str], np.ndarray]
-"""Function that reads a saved array of a part by name."""
-
-Fill = Callable[[Any, str], Any]
-"""Function that writes the saved array with a given name into a buffer array."""
+"""Function that reads a saved array by name."""
 
 _VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
 """Classes of static field values, by class name."""
@@ -59,15 +56,13 @@ class SlotAssignment:
 
 
 class SequenceMap(NamedTuple):
-    """Mapping from saved sequences to target sequences, as three lists of equal length.
+    """Mapping from saved sequences to target sequences, as two lists of equal length.
 
     saved_index: index of each sequence in the list of saved sequences.
-    old: id that each sequence had when it was saved.
     new: target id of each sequence, without repeats.
     """
 
     saved_index: list[int]
-    old: list[int]
     new: list[int]
 
 
@@ -110,24 +105,26 @@ class Part(ABC, Generic[T, B, D]):
 
     @staticmethod
     @abstractmethod
-    def assign_slots(
-        table: T, saved: T, read: Read, moves: SequenceMap, seed: int, fresh: bool
-    ) -> SlotAssignment:
-        """Remove the target sequences from a table, and add the saved sequences.
+    def restore_table(table: T, read: Read, sequences: list[int], seed: int) -> SlotAssignment:
+        """Add the saved sequences to an empty table, each saved cell at its own index.
 
-        Only the shapes of `saved` are read. The seed makes stamps unique to the file. If `fresh`
-        is True, free cells are chosen; otherwise the saved cell indices are used.
+        The seed makes stamps unique to the file.
         """
 
     @staticmethod
-    def fill_buffers(buffers: B, prefix: str, fill: Fill) -> B:
-        """Replace each array of the buffers by `fill(array, name)`."""
-        return jax.tree.map(fill, buffers, buffer_names(buffers, prefix))
+    @abstractmethod
+    def insert_into_table(
+        table: T, saved: T, read: Read, sequences: list[int], moves: SequenceMap, seed: int
+    ) -> SlotAssignment:
+        """Replace target sequences of a table by saved sequences, see `jaxkv.insert`.
+
+        Only the shapes of the arrays of `saved` are read.
+        """
 
     @staticmethod
     @abstractmethod
-    def write_array(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
-        """Write saved values, `[n, ...]`, into a donated buffer array."""
+    def write_buffers(buffers: B, prefix: str, placed: SlotAssignment, read: Read) -> B:
+        """Write saved values into the assigned slots of donated buffers."""
 
 
 def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import DROP, FILL, to_host
+from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes, hash_overwritten_cells
+from jaxkv.core.hashing import chain_hashes
+from jaxkv.jit_helpers import jit_table, replicate
+from jaxkv.recurrent import buffers as recurrent_buffers
+from jaxkv.recurrent.buffers import Buffers, Place
+from jaxkv.recurrent.copy import plan_insert
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.recurrent.table import StateTable, make_recurrent_cache
 from jaxkv.snapshot.chunks import take_cells, write_cells
@@ -23,6 +28,7 @@ from jaxkv.snapshot.parts import (
     Read,
     SequenceMap,
     SlotAssignment,
+    buffer_names,
     check_places,
     check_values,
     from_json,
@@ -31,10 +37,8 @@ from jaxkv.snapshot.parts import (
 from jaxkv.spec import check_sequences_and_streams
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, PyTree, Shaped
+    from jaxtyping import Array, Int32, PyTree
 
-    from jaxkv.recurrent.buffers import Buffers
-    from jaxkv.recurrent.states import States
     from jaxkv.snapshot.description import StateDescription
 
 CHUNK = 8
@@ -122,8 +126,8 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "first_position": host.first_position[stream, cell],
             "written": np.ones((len(buffers), len(cell)), bool),
         }
-        take = partial(take_cells, streams=stream, cells=cell, read=_read_states, size=CHUNK)
-        return arrays, jax.tree.map(take, buffers)
+        read = partial(_read_chunk, table, buffers)
+        return arrays, take_cells(read, stream, cell, size=CHUNK)
 
     @staticmethod
     def saved_shapes(
@@ -136,7 +140,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         forms["first_position"] = each
         forms["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
         forms["written"] = jax.ShapeDtypeStruct((len(buffers), count), jnp.bool_)
-        return forms, jax.tree.map(lambda x: jax.eval_shape(_read_states, x, each, each), buffers)
+        return forms, jax.eval_shape(_read_chunk, table, buffers, each, each)
 
     @staticmethod
     def check_saved_table(table: StateTable, read: Read, sequences: list[int]) -> None:
@@ -171,45 +175,49 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         check_values(in_range, "first_position", first, "from 0 to the position of the state")
 
     @staticmethod
-    def assign_slots(
+    def restore_table(
+        table: StateTable, read: Read, sequences: list[int], seed: int
+    ) -> SlotAssignment:
+        """Add the saved states to an empty table, each in its own cell."""
+        stream, cell = read("stream"), read("cell")
+        host, origin = jax.tree.map(np.array, to_host(table)), np.arange(len(cell))
+        ids, state = np.array(sequences, int), read("state")
+        host.position[ids] = read("position")
+        host.cell[ids] = np.append(cell, np.int32(table.num_cells))[state]
+        for name, field in _read_fields(read, seed).items():
+            getattr(host, name)[stream, cell] = field
+        filled = jax.tree.map(jnp.asarray, host).advance_version(table)
+        return SlotAssignment(table=filled, streams=stream, cells=cell, origin=origin)
+
+    @staticmethod
+    def insert_into_table(
         table: StateTable,
         saved: StateTable,
         read: Read,
+        sequences: list[int],
         moves: SequenceMap,
         seed: int,
-        fresh: bool,
     ) -> SlotAssignment:
-        """Choose a free cell for each state if `fresh` is True; otherwise use the saved cell."""
-        host = jax.tree.map(np.array, to_host(table))
-        position, state = _take_newest_states(
-            table.num_earlier_states + 1, read("position"), read("state"), moves.saved_index
+        """Choose a free cell for each state, as `jaxkv.insert` does."""
+        source = _pool_of_saved_states(saved, read, seed)
+        args = np.array(moves.saved_index, np.int32), np.array(moves.new, np.int32)
+        filled, *places = _plan(table, source, *args)
+        (_, origin), (streams, cells) = to_host(places)
+        is_copied = cells < table.num_cells
+        streams = np.broadcast_to(streams, cells.shape)
+        return SlotAssignment(
+            table=filled,
+            streams=streams[is_copied],
+            cells=cells[is_copied],
+            origin=origin[is_copied],
         )
-        new, kept = np.array(moves.new, int), position != EMPTY
-        host.position[new], host.cell[new] = position, host.num_cells
-
-        stream = np.broadcast_to((new // host.sequences_per_stream)[:, None], state.shape)[kept]
-        # A state that sequences share is written once into each stream.
-        target, index = np.unique(np.stack([stream, state[kept]]), axis=1, return_inverse=True)
-        streams, origin = target.astype(np.int32)
-        cells = _lowest_free_cells(host, streams) if fresh else read("cell")[origin]
-        where = np.full(state.shape, host.num_cells, np.int32)
-        where[kept] = cells[index.reshape(-1)]
-        host.cell[new] = where
-
-        hashes = jnp.asarray(host.stamp[streams, cells])
-        mark = chain_hashes(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
-        stamp = np.asarray(hash_overwritten_cells(hashes, mark))
-        host.stamp[streams, cells] = stamp
-        host.content[streams, cells] = read("content")[origin]
-        host.first_position[streams, cells] = _read_first_positions(read)[origin]
-        filled = jax.tree.map(jnp.asarray, host).advance_version(table)
-        return SlotAssignment(table=filled, streams=streams, cells=cells, origin=origin)
 
     @staticmethod
-    def write_array(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
-        """Write saved states, `[n, ...]`, into the array of a layer."""
-        where = placed.streams, placed.cells
-        return write_cells(array, *where, new, placed.origin, write=_write_states, size=CHUNK)
+    def write_buffers(buffers: Buffers, prefix: str, placed: SlotAssignment, read: Read) -> Buffers:
+        """Write states into the assigned cells."""
+        states = jax.tree.map(read, buffer_names(buffers, prefix))
+        write = partial(_write_chunk, placed.table)
+        return write_cells(write, buffers, placed, states, size=CHUNK)
 
 
 def _read_first_positions(read: Read) -> Int32[np.ndarray, " n"]:
@@ -220,43 +228,54 @@ def _read_first_positions(read: Read) -> Int32[np.ndarray, " n"]:
         return np.zeros_like(read("stream"))
 
 
-def _take_newest_states(
-    pairs: int,
-    position: Int32[np.ndarray, "q e"],
-    state: Int32[np.ndarray, "q e"],
-    saved_index: list[int],
-) -> tuple[Int32[np.ndarray, "m {pairs}"], Int32[np.ndarray, "m {pairs}"]]:
-    """Return positions and indices of the newest states of sequences, newest state last."""
-    padding = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
-    position = np.pad(position[saved_index, -pairs:], padding, constant_values=EMPTY)
-    return position, np.pad(state[saved_index, -pairs:], padding)
+def _read_fields(read: Read, seed: int) -> dict[str, np.ndarray]:
+    """Return the fields of the saved cells, by name."""
+    index = jnp.arange(len(read("stream")), dtype=jnp.int32)
+    stamp = chain_hashes(jnp.full(index.shape, seed, jnp.uint32), index)
+    return {
+        "content": read("content"),
+        "first_position": _read_first_positions(read),
+        "stamp": np.asarray(stamp),
+    }
 
 
-def _lowest_free_cells(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-    """Return one free cell for each entry of `streams`, lowest cells first."""
-    cells = np.zeros(len(streams), np.int32)
-    for stream in np.unique(streams):
-        used_cells = host.cell[
-            stream * host.sequences_per_stream : (stream + 1) * host.sequences_per_stream
-        ]
-        open_cells = np.setdiff1d(np.arange(host.num_cells), used_cells)
-        in_stream = streams == stream
-        cells[in_stream] = open_cells[: in_stream.sum()]
-    return cells
+def _pool_of_saved_states(saved: StateTable, read: Read, seed: int) -> StateTable:
+    """Return a table of one stream with all saved states in saved order, and all sequences."""
+    position, count = read("position"), len(read("stream"))
+
+    def pad(field: np.ndarray) -> np.ndarray:
+        return np.pad(field, (0, position.size - count))[None]
+
+    return replace(
+        saved,
+        position=position,
+        cell=np.where(position != EMPTY, read("state"), position.size).astype(np.int32),
+        version=np.zeros(1, np.uint32),
+        **{name: pad(field) for name, field in _read_fields(read, seed).items()},
+    )
 
 
-def _read_states(
-    array: Shaped[Array, "S N *state"], streams: Int32[Array, " m"], cells: Int32[Array, " m"]
-) -> Shaped[Array, " m *state"]:
-    """Read the states in the given cells; cells past the last cell give zeros."""
-    return array.at[streams, cells].get(**FILL, fill_value=0)
+@jit_table
+def _plan(
+    table: StateTable, source: StateTable, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> tuple[StateTable, Place, Place]:
+    filled, origin, target = plan_insert(table, source, parents, targets)
+    return filled.advance_version(table), origin, target
 
 
-def _write_states(
-    array: Shaped[Array, "S N *state"],
-    streams: Int32[Array, " m"],
-    cells: Int32[Array, " m"],
-    new: Shaped[Array, " m *state"],
-) -> Shaped[Array, "S N *state"]:
-    """Write states into the given cells; cells past the last cell are skipped."""
-    return array.at[streams, cells].set(new, **DROP, unique_indices=True)
+@jax.jit
+def _read_chunk(
+    table: StateTable, buffers: Buffers, streams: Int32[Array, " n"], cells: Int32[Array, " n"]
+) -> Buffers:
+    return replicate(table, recurrent_buffers.read_cells(table, buffers, (streams, cells)))
+
+
+@partial(jax.jit, donate_argnums=1)
+def _write_chunk(
+    table: StateTable,
+    buffers: Buffers,
+    states: Buffers,
+    streams: Int32[Array, " n"],
+    cells: Int32[Array, " n"],
+) -> Buffers:
+    return recurrent_buffers.write_cells(table, buffers, (streams, cells), states)

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv import generation, make_batch, sharding
+from jaxkv import generation, make_batch, sharding, snapshot
 from jaxkv.core import array_utils
 from jaxkv.serving.engine import Engine, Request
 from tests.helpers.pods import place_on_mesh
@@ -247,11 +247,41 @@ def kill_one(who: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+def moves() -> None:
+    """Sequences leave a cache and return, over host memory, another mesh, and a file."""
+
+    def fill(cache: Any, params: Any) -> Any:
+        batch = make_batch([[1, 2, 3, 4, 5], [6, 7], [8]], sequences=[0, 3, 5])
+        return jaxkv.prefill(tiny.model_of("ar"), params, cache, batch).cache
+
+    def insert(cache: Any, source: Any) -> Any:
+        return jaxkv.insert(cache, source, [1, 0], [2, 7]).check()
+
+    alone = fill(make_case_cache("hybrid"), tiny.params())
+    mesh, count = mesh_of("hybrid"), jax.device_count()
+    other_mesh = jax.make_mesh((1, count), ("data", "tensor"), (AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        cache = sharding.move(alone, mesh)
+        chats = jaxkv.extract(cache, [0, 5], cells=8).check()
+        waiting = sharding.move(chats, mesh, memory_kind="pinned_host")
+        in_place = insert(cache, waiting)
+        data = snapshot.save(cache, sequences=[0, 5])
+        loaded = snapshot.load(data, into=cache, sequences=[7, 2])
+    with jax.set_mesh(other_mesh):
+        moved = insert(sharding.move(cache, other_mesh), sharding.move(waiting, other_mesh))
+    expected = insert(alone, jaxkv.extract(alone, [0, 5], cells=8).check())
+    for name, got in {"waiting": in_place, "moved": moved}.items():
+        tiny.assert_close(got, jax.device_get(expected), name, atol=0)
+    expected = snapshot.load(snapshot.save(alone, sequences=[0, 5]), into=alone, sequences=[7, 2])
+    tiny.assert_close(loaded, jax.device_get(expected), "loaded", atol=0)
+
+
 SCENARIOS = {
     **{name: partial(compare_edits, name) for name in CASES},
     "requests": requests,
     "disagreement": compare_batches,
     "global batches": global_batches,
+    "moves": moves,
     "killed 0": partial(kill_one, 0),
     "killed 1": partial(kill_one, 1),
 }
