@@ -22,7 +22,7 @@ Letters in array shapes:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jaxkv import ops, plot, sharding, snapshot
+from jaxkv import ops, sharding, snapshot
 from jaxkv.api.apply import apply
 from jaxkv.api.attention_layers import AttentionLayers
 from jaxkv.api.edits import (
@@ -71,8 +71,7 @@ __all__ += ["AttentionLayers", "attend", "read_kv", "read_states", "write_kv", "
 __all__ += ["beam", "decode", "encode", "generate", "prefill", "score"]
 __all__ += ["speculate", "warm_up"]
 # Modules.
-__all__ += ["generation", "ops", "plot", "serving"]
-__all__ += ["sharding", "snapshot"]
+__all__ += ["generation", "ops", "serving", "sharding", "snapshot"]
 
 
 if not TYPE_CHECKING:  # otherwise type checkers accept every name

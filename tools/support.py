@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheSpec, generation, serving
+from jaxkv import CacheSpec, generation, serving, sharding, snapshot
 from tests.helpers import edit_sequences
 from tests.helpers.caches import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
 
@@ -183,6 +183,20 @@ def select(trial: Trial) -> str:
     return trial.goes_on(cache, 0)
 
 
+def travel(trial: Trial) -> str:
+    chat, ok = jaxkv.extract(trial.cache, 0, cells=TOKENS)
+    assert ok
+    waiting = sharding.move(chat, jax.devices()[0], memory_kind="pinned_host")
+    dst = trial.other(True) or trial.other(False)
+    cache = jaxkv.seq_rm(trial.cache, 0).cache
+    return trial.granted(*jaxkv.insert(cache, waiting, 0, dst), TOKENS - 1, dst)
+
+
+def file(trial: Trial) -> str:
+    data = snapshot.save(trial.cache, sequences=0)
+    return trial.goes_on(snapshot.load(data, into=trial.empty), TOKENS - 1)
+
+
 def keep(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
     cache, _ = trial.told(trial.cache, [9], dst)
@@ -320,6 +334,8 @@ ROWS: dict[str, Callable[[Trial], str]] = {
     "`seq_cp` to another stream": copy,
     "`seq_cp` of a part": part_of_it,
     "`seq_select`": select,
+    "`extract` and `insert`": travel,
+    "`snapshot.save` and `load`": file,
     "`seq_keep`": keep,
     "`seq_add`, `init_update`": move,
     "`seq_div`, `init_update`": divide,

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import jaxkv
+from jaxkv import plot
 
-MODULES = [jaxkv, jaxkv.plot, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot]
+MODULES = [jaxkv, plot, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot]
 PUBLIC = {
     id(thing): (f"{module.__name__}.{name}".removeprefix("jaxkv."), thing)
     for module in reversed(MODULES)
@@ -50,7 +51,7 @@ def test_several_results_have_names():
 
 
 def test_public_names_are_few_and_listed():
-    assert len(PUBLIC) <= 75 and dir(jaxkv) == sorted(jaxkv.__all__)
+    assert len(PUBLIC) <= 78 and len(jaxkv.__all__) <= 50 and dir(jaxkv) == sorted(jaxkv.__all__)
 
 
 METHODS = {

@@ -50,7 +50,9 @@ def run_processes(folder, scenario, count, limit=600):
     return codes, [output.read_text() for output in outputs]
 
 
-@pytest.mark.parametrize("scenario", [*CASES, "requests", "disagreement", "global batches", "moves"])
+@pytest.mark.parametrize(
+    "scenario", [*CASES, "requests", "disagreement", "global batches", "moves"]
+)
 def test_processes_give_what_one_device_gives(scenario, tmp_path):
     count = 4 if scenario == "cells" else 2
     codes, texts = run_processes(tmp_path, scenario, count)
