@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import jax
@@ -103,7 +103,7 @@ def make_sharded(
 
 def move(
     cache: Cache,
-    to: Any,
+    to: Mesh | jax.Device,  # pyright: ignore[reportInvalidTypeForm]
     *,
     sharding_rules: ShardingRules | None = None,
     memory_kind: str | None = None,
