@@ -35,6 +35,7 @@ from jaxkv.api.edits import (
     seq_rm,
     seq_select,
 )
+from jaxkv.api.evict import evict
 from jaxkv.api.insert import extract, insert
 from jaxkv.api.layer import attend, read_kv, read_states, write_kv, write_states
 from jaxkv.api.maintenance import defrag_plan, init_update, rewind
@@ -52,7 +53,7 @@ from jaxkv.window import Window
 
 if TYPE_CHECKING:
     from jaxkv import generation, serving
-    from jaxkv.generation import beam, decode, encode, generate, prefill, score, speculate, warm_up
+    from jaxkv.generation import beam, decode, encode, generate, prefill, score, speculate
 
 # Caches.
 __all__ = ["Cache", "CacheSpec", "Placement", "Rope", "Window", "make_cache"]
@@ -63,13 +64,12 @@ __all__ += ["init_batch", "init_full", "make_batch", "plan_step"]
 # Commits of plans.
 __all__ += ["apply", "defrag_plan", "init_update", "rewind"]
 # Edits of sequences.
-__all__ += ["EditResult", "clear", "extract", "insert", "seq_add", "seq_cp", "seq_div", "seq_keep"]
-__all__ += ["seq_rm", "seq_select"]
+__all__ += ["EditResult", "clear", "evict", "extract", "insert", "seq_add", "seq_cp", "seq_div"]
+__all__ += ["seq_keep", "seq_rm", "seq_select"]
 # Functions for models.
 __all__ += ["AttentionLayers", "attend", "read_kv", "read_states", "write_kv", "write_states"]
 # Loops.
-__all__ += ["beam", "decode", "encode", "generate", "prefill", "score"]
-__all__ += ["speculate", "warm_up"]
+__all__ += ["beam", "decode", "encode", "generate", "prefill", "score", "speculate"]
 # Modules.
 __all__ += ["generation", "ops", "serving", "sharding", "snapshot"]
 

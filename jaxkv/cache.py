@@ -246,6 +246,25 @@ class Cache(Partitioned):
         """
         return _fetch_table(self.table).view_cells()
 
+    def cell_positions(self, seq: Ids | None = None) -> Int32[Array, "*n N"]:
+        """Return the positions of a sequence's tokens in the N cells of its stream, also in `jit`.
+
+        `seq` is an id or an array of sequence ids, default all ids. The position is -1 in cells
+        that the sequence does not own.
+
+        Raises:
+          TypeError: If the cache is not an attention cache; see `Cache.parts`.
+          ValueError: If a concrete id is not from 0 to Q - 1.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=4, sequences=2)
+          >>> cache = prefill(forward, params, cache, [[1, 2], [3]]).cache
+          >>> cache.cell_positions().tolist()
+          [[0, 1, -1, -1], [-1, -1, 0, -1]]
+        """
+        return _cell_positions(self.table, self._check_sequence_ids(seq))
+
     def check(self) -> dict[str, Int32[Array, ""]]:
         """Count violated invariants of the table, for debugging.
 
@@ -285,6 +304,12 @@ def _seq_pos_min(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n
 @jit_table
 def _seq_pos_max(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     return jax.lax.map(table.seq_pos_max, jnp.ravel(seq)).reshape(seq.shape)
+
+
+@jit_table
+def _cell_positions(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n N"]:
+    rows = jax.vmap(table.cell_positions)(jnp.ravel(seq))
+    return rows.reshape(*seq.shape, -1)
 
 
 def split(cache: Cache) -> tuple[Any, PyTree]:

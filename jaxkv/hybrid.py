@@ -198,6 +198,16 @@ class HybridTable(CacheTable):
     plan_shift = _make_parts_method(CacheTable.plan_shift, _combine_plans)
     plan_defrag = _make_parts_method(CacheTable.plan_defrag, _combine_plans)
 
+    def evict(self, keep: tuple, is_asked: Bool[Array, " Q"]) -> tuple[HybridTable, EditCheck]:
+        """Remove cells of each part by the mask of the part."""
+        if not isinstance(keep, tuple) or len(keep) != len(self.parts):
+            raise ValueError(
+                f"expected a tuple with a mask or None for each of {len(self.parts)} parts, got "
+                f"{keep!r:.60}; see cache.parts"
+            )
+        pairs = zip(self.parts, keep, strict=True)
+        return _commit_if_all_ok(self, [part.evict(mask, is_asked) for part, mask in pairs])
+
     def can_insert(
         self, source: HybridTable, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> EditCheck:

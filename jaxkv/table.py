@@ -197,6 +197,13 @@ class CacheTable(Sharded):
     def seq_pos_max(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
         """Return the largest position of a sequence; -1 if the sequence is empty."""
 
+    def cell_positions(self, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
+        """Return the positions of a sequence's tokens in the cells of its stream; -1 elsewhere."""
+        del seq
+        raise TypeError(
+            f"expected an attention cache, got kind {self.spec.kind!r}; take one of cache.parts"
+        )
+
     @abstractmethod
     def compare_last_tokens(
         self, sequences: Int32[Array, " Z"], contents: UInt32[Array, " Z"]
@@ -317,6 +324,19 @@ class CacheTable(Sharded):
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
         """Return whether `seq_select` is possible for these parents and targets."""
+
+    def evict(self, keep: Any, is_asked: Bool[Array, " Q"]) -> tuple[Self, EditCheck]:
+        """Remove the cells with False in the mask `keep` `[S, N]` from some sequences.
+
+        `keep` is None for a part that keeps all cells.
+        """
+        del is_asked
+        if keep is not None:
+            raise TypeError(
+                f"expected None for a part of kind {self.spec.kind!r}, got a mask; only cells of "
+                "attention layers can be evicted"
+            )
+        return self, join_checks()
 
     @abstractmethod
     def can_insert(

@@ -13,10 +13,16 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
-from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
+from jaxkv.generation.model_step import (
+    Edit,
+    Forward,
+    model_step,
+    no_edit,
+    own_or_copied_buffers,
+    program_of,
+)
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import (
     SampledTokens,
@@ -51,6 +57,7 @@ def decode(
     num_tokens: int,
     sampler: Sampler | None = None,
     stop_tokens: StopTokens = (),
+    edit: Edit | None = None,
     donate: bool = False,
 ) -> DecodeResult:
     """Generate up to `num_tokens` tokens for each sequence, in one device loop.
@@ -77,6 +84,10 @@ def decode(
         numbers, such as the temperature. Greedy by default.
       stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[Z, n]` with a list for
         each sequence; -1 is padding.
+      edit: Function `(cache, aux) -> cache`, called after each model step inside of the loop, for
+        example to evict cells. `aux` is the third result of a model function that returns
+        `step, logits, aux`, any pytree; otherwise None. A step whose plan was refused is not
+        edited. A refused edit changes nothing, and the loop continues.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:
@@ -118,10 +129,11 @@ def decode(
         return DecodeResult(cache, state, *empty_samples(0, num_tokens))
     ending = check_stop_tokens(stop_tokens, state.token.shape[0])
     if is_traced(sampler, params, cache, state, ending):
-        cache, state, made = _decode(forward, sampler, params, cache, state, ending, num_tokens)
+        args = sampler, params, cache, state, ending
+        cache, state, made = _decode(forward, edit, *args, num_tokens)
         return DecodeResult(cache, state, *made)
     table, buffers = own_or_copied_buffers(cache, donate)
-    loop = cached_program(_build_decode_program, forward)
+    loop = program_of(_build_decode_program, forward, edit)
     args = attach_node_types(sampler), params, table, buffers, state, ending
     table, buffers, next_state, samples = loop(*args, num_tokens=num_tokens)
     # The ids in the input state can be read before the program ends; those in the output cannot.
@@ -130,7 +142,9 @@ def decode(
     )
 
 
-def _build_decode_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _build_decode_program(
+    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
+) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
         sampler: TreeWithTypes[Sampler],
@@ -142,10 +156,8 @@ def _build_decode_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         *,
         num_tokens: int,
     ) -> tuple:
-        cache = merge(table, buffers)
-        cache, *rest = _decode(
-            forward(), sampler.value, params, cache, state, stop_tokens, num_tokens
-        )
+        args = sampler.value, params, merge(table, buffers), state, stop_tokens
+        cache, *rest = _decode(forward(), edit(), *args, num_tokens)
         return cache.table, cache.buffers, *rest
 
     return loop
@@ -153,6 +165,7 @@ def _build_decode_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 
 def _decode(
     forward: Forward,
+    edit: Edit | None,
     sampler: Sampler,
     params: PyTree,
     cache: Cache,
@@ -168,7 +181,7 @@ def _decode(
         cache, state, samples, i = carry
         table = cache.table
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
-        cache, logits = model_step(forward, params, cache, plan.ubatches[0])
+        cache, logits = model_step(forward, params, cache, plan.ubatches[0], edit=edit)
         active = state.active & plan.ok
         state, token, logprob = sample_next_tokens(sampler, logits, state, stop_tokens, active)
         new = SampledTokens(token, logprob)

@@ -19,7 +19,7 @@ from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import is_traced, take_rows
 from jaxkv.core.validate import check_count
 from jaxkv.generation.decode import decode
-from jaxkv.generation.model_step import Forward, compiled_step
+from jaxkv.generation.model_step import Edit, Forward, compiled_step
 from jaxkv.generation.padding import check_token_lists
 from jaxkv.generation.prefill import run_plan
 from jaxkv.generation.results import DecodeResult
@@ -59,6 +59,7 @@ def generate(
     seed: Seeds = 0,
     num_samples: int = 1,
     drafter: Drafter | None = None,
+    edit: Edit | None = None,
     on_tokens: Callable[[int, list[int]], object] | None = None,
     tokens_per_call: int = 16,
 ) -> DecodeResult:
@@ -85,6 +86,8 @@ def generate(
         each of P * num_samples sequences. A sample does not depend on the number of other samples.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: A `Drafter`, which drafts several tokens of each sequence per step; see `speculate`.
+      edit: Function `(cache, aux) -> cache`, called after the prompts and after each step of
+        `decode`, see there; not allowed with a drafter.
       on_tokens: Function called with a sequence id and a list of new tokens of the sequence.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`. With
         a drafter, random samples and the counts of draft tokens depend on `tokens_per_call`.
@@ -99,6 +102,7 @@ def generate(
     Raises:
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
       ValueError: If both or neither of the arguments `spec` and `cache` are passed.
+      ValueError: If both a drafter and an edit are passed.
       ValueError: If there is no prompt or an empty prompt, or a list contains a negative token.
       ValueError: If `prompts` is one list of tokens; pass `[tokens]`.
       ValueError: If a token of a prompt or a stop token is not below the width V of the logits.
@@ -126,6 +130,8 @@ def generate(
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
     if drafter is not None:
         check_drafter(drafter)
+        if edit is not None:
+            raise ValueError("expected a drafter or an edit, got both; pass one of them")
     if is_traced(params, prompts, cache, seed, sampler, stop_tokens):
         raise ValueError(
             "expected concrete arguments of generate, got traced ones; call prefill, init_decode "
@@ -151,7 +157,7 @@ def generate(
             f"{sequences}; make it with sequences={count}"
         )
     cache, logits = _prefill_samples(
-        forward, params, cache, lists, num_samples, stop_tokens, donate=is_own_cache
+        forward, params, cache, lists, num_samples, stop_tokens, edit, donate=is_own_cache
     )
     out = init_decode(
         cache,
@@ -169,7 +175,7 @@ def generate(
         options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
         args = forward, params, out.cache, out.state
         if drafter is None:
-            out = decode(*args, **options, donate=True)
+            out = decode(*args, **options, edit=edit, donate=True)
         else:
             out = speculate(*args, drafter=drafter, **options, donate=True)
             drafter = out.drafter
@@ -186,6 +192,7 @@ def _prefill_samples(
     prompts: list[np.ndarray],
     num_samples: int,
     stop_tokens: StopTokens,
+    edit: Edit | None,
     *,
     donate: bool,
 ) -> tuple[Cache, Float[Array, "Z V"]]:
@@ -198,7 +205,7 @@ def _prefill_samples(
     *_, logits = jax.eval_shape(compiled_step(forward), *args)
     _check_vocabulary(logits.shape[1], np.concatenate(prompts), "the tokens of prompts")
     _check_vocabulary(logits.shape[1], check_stop_tokens(stop_tokens, count), "stop_tokens")
-    cache, by_ubatch = run_plan(forward, params, cache, plan, donate=donate)
+    cache, by_ubatch = run_plan(forward, params, cache, plan, edit=edit, donate=donate)
     logits = plan.gather_outputs(by_ubatch)
     if num_samples == 1:
         return cache, logits

@@ -16,7 +16,7 @@ from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.donation import check_not_donated
 from jaxkv.step import Step
 from jaxkv.table import check_made_for
-from jaxkv.ubatch import Ubatch
+from jaxkv.ubatch import Ubatch, placed_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -25,17 +25,37 @@ if TYPE_CHECKING:
 
 X = TypeVar("X")
 
-Forward = Callable[[Any, Step], tuple[Step, jax.Array]]
-"""Model function `(params, step) -> step, logits [O, V]`."""
+Forward = Callable[[Any, Step], tuple[Step, jax.Array] | tuple[Step, jax.Array, Any]]
+"""Model function `(params, step) -> step, logits [O, V]`, or `step, logits, aux`."""
+
+Edit = Callable[[Cache, Any], Cache]
+"""Function `(cache, aux) -> cache`, which edits the cache after each model step of a loop.
+
+`aux` is the third result of the model function, any pytree; None if there is none. The function is
+traced in the loop. Pass the same function in every call: a new lambda is compiled again.
+"""
 
 
-def compiled_step(forward: Forward) -> jax.stages.Wrapped:
+def compiled_step(forward: Forward, edit: Edit | None = None) -> jax.stages.Wrapped:
     """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`."""
-    return cached_program(_build_step_program, forward)
+    return program_of(_build_step_program, forward, edit)
+
+
+def program_of(
+    build: Callable[..., jax.stages.Wrapped], forward: Forward, edit: Edit | None
+) -> jax.stages.Wrapped:
+    """Return the program that `build` makes from getters of a model function and an edit."""
+    if edit is None:
+        return cached_program(build, forward)
+    return cached_program(build, forward, edit)
+
+
+def no_edit() -> None:
+    """Return the edit of a loop without an edit."""
 
 
 def model_step(
-    forward: Forward, params: PyTree, cache: Cache, ubatch: Ubatch
+    forward: Forward, params: PyTree, cache: Cache, ubatch: Ubatch, *, edit: Edit | None = None
 ) -> tuple[Cache, Float[Array, "O V"]]:
     """Apply a ubatch and run the model; return the cache and the logits.
 
@@ -48,6 +68,7 @@ def model_step(
       params: Model parameters, any pytree.
       cache: The cache for which the ubatch was planned.
       ubatch: One of `Plan.ubatches`, such as `plan_step(cache, tokens).ubatch`.
+      edit: Function `(cache, aux) -> cache`, called after the step, see `decode`.
 
     Returns:
       The cache with the tokens of the ubatch, and the logits `[O, V]` as the model returned them.
@@ -57,6 +78,7 @@ def model_step(
     Raises:
       ValueError: If the model function does not return a step and float logits `[O, V]`.
       ValueError: If the function did not write each layer, see `Step.cache`.
+      TypeError: If `edit` does not return a cache of the same kind and sizes.
       ValueError: If the ubatch was planned for another `TableSpec`.
       TypeError: If a plan is passed as the ubatch.
 
@@ -75,7 +97,8 @@ def model_step(
     check_made_for(cache.table, ubatch)
     step = apply(cache, ubatch)
     output = forward(params, step)
-    if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[0], Step):
+    is_result = isinstance(output, tuple) and len(output) in (2, 3)
+    if not is_result or not isinstance(output[0], Step):
         description = type(output)
         if isinstance(output, tuple):
             description = f"({', '.join(type(item).__name__ for item in output)})"
@@ -85,7 +108,7 @@ def model_step(
             f"expected a pair from forward, step and logits, got {description}; end it with "
             "`return step, logits`"
         )
-    after, logits = output
+    after, logits, *aux = output
     if after.is_written is not None and after.is_written is step.is_written:
         raise ValueError(
             "expected a step with written layers from forward, got its input step; return the "
@@ -101,13 +124,35 @@ def model_step(
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"expected logits of floats from forward, got {logits.dtype}; cast them")
+    if edit is not None:
+        after = _edit_cache(edit, after, aux[0] if aux else None, step.ubatch)
     return after, logits
 
 
-def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _edit_cache(edit: Edit, cache: Cache, aux: PyTree, ubatch: Ubatch) -> Cache:
+    """Return the edited cache; the cache unchanged if no token of the ubatch was stored."""
+    edited = edit(cache, aux)
+    forms = [jax.tree.flatten(jax.tree.map(jax.typeof, x)) for x in (cache, edited)]
+    if forms[0] != forms[1]:
+        raise TypeError(
+            f"expected the edited cache from edit, got {edited!r:.80}; return a cache of the same "
+            "sizes, such as evict(cache, keep).cache"
+        )
+    is_stored = jnp.any(placed_rows(ubatch))
+
+    def choose(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old if new is old else jnp.where(is_stored, new, old)
+
+    return jax.tree.map(choose, cache, edited)
+
+
+def _build_step_program(
+    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
+) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
-        cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
+        cache = merge(table, buffers)
+        cache, logits = model_step(forward(), params, cache, ubatch, edit=edit())
         return cache.table, cache.buffers, logits
 
     return step

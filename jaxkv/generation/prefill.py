@@ -13,7 +13,13 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, compiled_step, model_step, own_or_copied_buffers
+from jaxkv.generation.model_step import (
+    Edit,
+    Forward,
+    compiled_step,
+    model_step,
+    own_or_copied_buffers,
+)
 from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import check_ubatch_size, init_batch
@@ -33,6 +39,7 @@ def prefill(
     *,
     ubatch_size: int | None = None,
     plan: Plan | None = None,
+    edit: Edit | None = None,
     donate: bool = False,
 ) -> PrefillResult:
     """Run a batch through a model, ubatch by ubatch.
@@ -45,6 +52,8 @@ def prefill(
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       plan: The plan of the batch, if `init_batch` was already called, for example with `split_by`.
+      edit: Function `(cache, aux) -> cache`, called after the last ubatch, see `decode`. Earlier
+        ubatches are not edited, since an edit would make the plan stale.
       donate: If True, reuse the buffers of the input cache, which become invalid; the table stays
         valid. By default, the buffers are copied once. Inside of `jit`, `donate` has no effect;
         donate the arguments of the jitted function instead.
@@ -96,25 +105,36 @@ def prefill(
         plan.check()
     logits = []
     if is_known and not is_traced(params, cache, batch):
-        cache, logits = run_plan(forward, params, cache, plan, donate=donate)
+        cache, logits = run_plan(forward, params, cache, plan, edit=edit, donate=donate)
     else:
-        for ubatch in plan.ubatches:
-            cache, out = model_step(forward, params, cache, ubatch)
+        for ubatch, edit_here in _pair_with_edit(plan, edit):
+            cache, out = model_step(forward, params, cache, ubatch, edit=edit_here)
             logits.append(out)
     sequences = plan.gather_outputs([_sequences_of_outputs(ubatch) for ubatch in plan.ubatches])
     return PrefillResult(cache, plan.gather_outputs(logits), sequences, plan.ok, plan.reason)
 
 
 def run_plan(
-    forward: Forward, params: PyTree, cache: Cache, plan: Plan, *, donate: bool
+    forward: Forward,
+    params: PyTree,
+    cache: Cache,
+    plan: Plan,
+    *,
+    edit: Edit | None = None,
+    donate: bool,
 ) -> tuple[Cache, list[Float[Array, "O V"]]]:
     """Run a compiled step for each ubatch of a plan; return the cache, and logits by ubatch."""
-    step, logits = compiled_step(forward), []
-    table, buffers = own_or_copied_buffers(cache, donate)
-    for ubatch in plan.ubatches:
+    logits, (table, buffers) = [], own_or_copied_buffers(cache, donate)
+    for ubatch, edit_here in _pair_with_edit(plan, edit):
+        step = compiled_step(forward, edit_here)
         table, buffers, out = step(params, table, buffers, ubatch)
         logits.append(out)
     return merge(table, buffers), logits
+
+
+def _pair_with_edit(plan: Plan, edit: Edit | None) -> list[tuple[Ubatch, Edit | None]]:
+    """Return each ubatch with the edit after it; only the last ubatch has one."""
+    return [*((ubatch, None) for ubatch in plan.ubatches[:-1]), (plan.ubatches[-1], edit)]
 
 
 def _sequences_of_outputs(ubatch: Ubatch) -> Any:

@@ -207,6 +207,14 @@ def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32
     )
 
 
+def remove_owners(cells: C, keep: Bool[Array, "S N"], is_asked: Bool[Array, " Q"]) -> C:
+    """Remove the sequences with `is_asked` True from the owners of cells with `keep` False."""
+    ids = jnp.arange(cells.sequences, dtype=jnp.int32)
+    ids = jnp.where(is_asked, ids, cells.sequences)
+    words = jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
+    return with_owners(cells, cells.owners & ~(words[..., None] & to_word_mask(~keep)))
+
+
 def seq_cp(
     cells: C,
     src: Int32[Array, ""],

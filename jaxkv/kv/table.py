@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 class CellTable(Cells, CacheTable):
     """Table of an attention cache: `Cells` with the methods of `CacheTable`."""
 
+    cell_positions = cells.sequence_positions
     seq_pos_min = cells.seq_pos_min
     seq_pos_max = cells.seq_pos_max
     compare_last_tokens = slots.compare_last_tokens
@@ -161,6 +162,20 @@ class CellTable(Cells, CacheTable):
         return eviction.accept_edit(
             self, cells.seq_rm(self, seq, start, stop), self.evicted_below - 1
         )
+
+    def evict(
+        self, keep: Bool[Array, "S N"] | None, is_asked: Bool[Array, " Q"]
+    ) -> tuple[CellTable, EditCheck]:
+        """Remove cells by a mask, if every sequence can continue afterwards."""
+        if keep is None:
+            return self, join_checks()
+        if not hasattr(keep, "dtype") or keep.dtype != bool or keep.shape != self.position.shape:
+            raise ValueError(
+                f"expected a bool mask [S, N] of shape {self.position.shape}, got {keep!r:.60}; "
+                "pass one flag for each cell, True to keep it"
+            )
+        evicted = cells.remove_owners(self, keep, is_asked)
+        return eviction.accept_edit(self, evicted, self.evicted_below - 1)
 
     def seq_cp(
         self,

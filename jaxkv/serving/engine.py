@@ -13,7 +13,7 @@ from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_not_donated
 from jaxkv.core.validate import check_count
 from jaxkv.generation.constraints import Constraint
-from jaxkv.generation.model_step import Forward
+from jaxkv.generation.model_step import Edit, Forward
 from jaxkv.plan import Reason
 from jaxkv.serving.engine_prefixes import EnginePrefixes
 from jaxkv.serving.model_runner import ModelRunner, RunnerOutput
@@ -66,6 +66,9 @@ class Engine:
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
       constraint: Constraint, such as a grammar, for requests with a `constraint_state`.
+      edit: Function `(cache, aux) -> cache`, called after each chunk of prompts and after each
+        generated token, see `decode`. Requests still wait until cells for all their tokens are
+        free, as without evictions.
       prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. The longest
         stored prefix of a prompt is not computed again. The tokens of ended requests and common
         prefixes of prompts are stored. The least recently used prompts of the store are evicted
@@ -122,6 +125,7 @@ class Engine:
         penalty_last_n: int = 64,
         max_stop_tokens: int = 4,
         constraint: Constraint | None = None,
+        edit: Edit | None = None,
         prefix_sequences: Iterable[int] | None = None,
         prefix_store: PrefixStore | None = None,
     ):
@@ -147,7 +151,7 @@ class Engine:
             constraint=constraint,
         )
         self._runner = ModelRunner(
-            forward, params, cache, stop_tokens=stop_tokens, limits=self._limits
+            forward, params, cache, edit=edit, stop_tokens=stop_tokens, limits=self._limits
         )
         if prefix_sequences is not None:
             if prefix_store is not None:

@@ -15,7 +15,7 @@ from jaxkv.core.validate import check_int32
 from jaxkv.generation.constraints import make_constrained_sampler
 from jaxkv.generation.decode import decode
 from jaxkv.generation.filters import Sampler
-from jaxkv.generation.model_step import Forward
+from jaxkv.generation.model_step import Edit, Forward
 from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.generation.sample_step import SampledTokens, sample_first_tokens
 from jaxkv.generation.state import DecodeState, make_decode_state
@@ -71,10 +71,11 @@ class ModelRunner:
         params: PyTree,
         cache: Cache,
         *,
+        edit: Edit | None,
         stop_tokens: StopTokens,
         limits: EngineConfig,
     ):
-        self._forward, self._params, self.cache = forward, params, cache
+        self._forward, self._params, self.cache, self._edit = forward, params, cache, edit
         self._spec, self._limits = cache.table.spec, limits
         self._shapes = chunk_shapes(self._spec, limits.prefill_chunk)
         stop = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0)
@@ -138,6 +139,7 @@ class ModelRunner:
             num_tokens=self._limits.tokens_per_step,
             sampler=sampler,
             stop_tokens=stop,
+            edit=self._edit,
             donate=True,
         )
         samples = SampledTokens._make(sampled[:2])
@@ -158,7 +160,7 @@ class ModelRunner:
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
-        program = chunk_program(self._forward)
+        program = chunk_program(self._forward, self._edit)
         table, buffers, logits, plan = program(
             self._params, self.cache.table, self.cache.buffers, chunk
         )

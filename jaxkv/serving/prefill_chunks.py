@@ -14,9 +14,8 @@ import numpy as np
 from jaxkv.batch import make_batch
 from jaxkv.cache import merge
 from jaxkv.core.array_utils import DROP, FILL
-from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.pytree import pytree_dataclass
-from jaxkv.generation.model_step import Forward, model_step
+from jaxkv.generation.model_step import Edit, Forward, model_step, no_edit, program_of
 from jaxkv.planning.layout import rank_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.spec import TableSpec
@@ -139,15 +138,17 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
     )
 
 
-def chunk_program(forward: Forward) -> jax.stages.Wrapped:
+def chunk_program(forward: Forward, edit: Edit | None) -> jax.stages.Wrapped:
     """Return the compiled program that computes a chunk.
 
     The logits `[Q, V]` are 0 for sequences whose prompt does not end in the chunk.
     """
-    return cached_program(_build_chunk_program, forward)
+    return program_of(_build_chunk_program, forward, edit)
 
 
-def _build_chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _build_chunk_program(
+    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
+) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def run(params: PyTree, table: CacheTable, buffers: PyTree, chunk: Chunk) -> tuple:
         count, shape = table.spec.sequences, chunk.valid.shape
@@ -163,7 +164,8 @@ def _build_chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         ended = jnp.zeros(count, bool).at[batch.sequences].max(batch.outputs, **DROP)
         plan = plan_single_ubatch(table, batch, ranks, index, ~ended, outputs=num_outputs)
         ubatch = plan.ubatches[0]
-        cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
+        cache = merge(table, buffers)
+        cache, logits = model_step(forward(), params, cache, ubatch, edit=edit())
         whose = batch.sequences.at[ubatch.output_index].get(**FILL, fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, **DROP)
