@@ -77,6 +77,7 @@ class Machine(RuleBasedStateMachine):
         self.looks_ahead, self.sets, self.parts = looks_ahead, sets, parts
         self.kept = None  # a plan that was made earlier and may be stale
         self.past = twin.fork()
+        self.away = None  # an extracted cache of two sequences
 
     def seq(self, number: int) -> int:
         return FEW[number % len(FEW)] % self.twin.kind.sequences
@@ -187,6 +188,21 @@ class Machine(RuleBasedStateMachine):
         pairs = dict(zip(map(self.seq, numbers), map(self.seq, parents), strict=True))
         with self.only(*pairs):
             self.twin.edit("seq_select", [*pairs.values()], [*pairs])
+
+    @rule(numbers=two, few=st.booleans())
+    def extract(self, numbers: list[int], few: bool) -> None:
+        with self.only():
+            away, ok = self.twin.extract([*map(self.seq, numbers)], cells=6 if few else 20)
+        self.away = away if ok else self.away
+
+    @precondition(lambda self: self.away is not None)
+    @rule(numbers=two, swaps=st.booleans())
+    def insert(self, numbers: list[int], swaps: bool) -> None:
+        """Insert the extracted sequences in place of others, or of themselves, changed since."""
+        targets = [*map(self.seq, numbers)]
+        if targets[0] != targets[1]:
+            with self.only(*targets):
+                self.twin.insert(self.away, [1, 0] if swaps else [0, 1], targets)
 
     @rule(number=ids, p0=edges, p1=edges, by=st.integers(-5, 5), divides=st.booleans())
     def move(self, number: int, p0: int, p1: int, by: int, divides: bool) -> None:
