@@ -189,20 +189,16 @@ class Machine(RuleBasedStateMachine):
         with self.only(*pairs):
             self.twin.edit("seq_select", [*pairs.values()], [*pairs])
 
-    @rule(numbers=two, few=st.booleans())
-    def extract(self, numbers: list[int], few: bool) -> None:
-        with self.only():
-            away, ok = self.twin.extract([*map(self.seq, numbers)], cells=6 if few else 20)
-        self.away = away if ok else self.away
-
-    @precondition(lambda self: self.away is not None)
-    @rule(numbers=two, swaps=st.booleans())
-    def insert(self, numbers: list[int], swaps: bool) -> None:
-        """Insert the extracted sequences in place of others, or of themselves, changed since."""
-        targets = [*map(self.seq, numbers)]
-        if targets[0] != targets[1]:
-            with self.only(*targets):
-                self.twin.insert(self.away, [1, 0] if swaps else [0, 1], targets)
+    @rule(numbers=two, targets=two, few=st.booleans(), earlier=st.booleans())
+    def travel(self, numbers: list[int], targets: list[int], few: bool, earlier: bool) -> None:
+        """Extract two sequences, and insert them, or two that were extracted earlier."""
+        away, ok = self.twin.extract([*map(self.seq, numbers)], cells=6 if few else 20)
+        if ok and (self.away is None or not earlier):
+            self.away = away
+        one, other = map(self.seq, targets)
+        if self.away is not None and one != other:
+            with self.only(one, other):
+                self.twin.insert(self.away, [0, 1], [one, other])
 
     @rule(number=ids, p0=edges, p1=edges, by=st.integers(-5, 5), divides=st.booleans())
     def move(self, number: int, p0: int, p1: int, by: int, divides: bool) -> None:
