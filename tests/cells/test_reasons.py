@@ -88,7 +88,6 @@ def rewind_after_seq_rm(cache, seq):
     return jaxkv.rewind(jaxkv.seq_rm(cache, seq).cache, to=cache.table)
 
 
-@functools.cache
 def unwritten():
     """In a stacked cache, layer 0 lacks the tokens of stream 1."""
     cache = replace(GROUPS, stacked=True).make()
