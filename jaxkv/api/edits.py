@@ -207,6 +207,8 @@ def seq_cp(
             f"expected dst [n], or [], got {np.shape(ids[1])}; pass an id, or a list of ids"
         )
     args = *ids, *check_range(p0, p1)
+    if not np.size(ids[1]):
+        return edit_result(cache, join_checks())
     if are_in_same_streams(spec, *ids):
         changed, check = _copy(table, None, *args)
         return edit_result(merge(changed.table, buffers), check)

@@ -64,7 +64,8 @@ def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = Fa
       ValueError: If the specs of the caches differ.
       ValueError: If `src` and `dst` have different shapes or two dimensions, a concrete id is not
         from 0 to Q - 1 of its cache, or a concrete target is repeated.
-      ValueError: If `source` or `cache` was donated.
+      ValueError: If `source` or `cache` was donated, or `donate` is True and `source` has buffers
+        of `cache`.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -92,6 +93,8 @@ def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = Fa
     check_distinct(ids[1])
     if not np.size(ids[1]):
         return edit_result(cache, join_checks())
+    if donate:
+        _check_shares_no_buffer(buffers, other_buffers)
     run = _insert_donated if donate else _insert
     return edit_result(*run(table, buffers, other_table, other_buffers, *map(jnp.atleast_1d, ids)))
 
@@ -190,6 +193,16 @@ def _move_to_devices_of(cache: Cache, source: Cache) -> Cache:
         return move(source, own.mesh, sharding_rules=tables[0].sharding_rules)
     (device,) = own.device_set
     return move(source, device, memory_kind=own.memory_kind)
+
+
+def _check_shares_no_buffer(buffers: PyTree, source_buffers: PyTree) -> None:
+    """Raise a ValueError if concrete buffers to donate are also buffers of the source."""
+    donated = {id(x) for x in jax.tree.leaves(buffers) if not is_traced(x)}
+    if any(id(x) in donated for x in jax.tree.leaves(source_buffers)):
+        raise ValueError(
+            "expected a source with its own buffers, got one with buffers of the cache to donate; "
+            "extract the sequences first, or do not donate"
+        )
 
 
 def _check_same_spec(expected: CacheSpec, actual: CacheSpec, where: str = "") -> None:

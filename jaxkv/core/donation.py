@@ -1,4 +1,4 @@
-"""Detection of donated buffers, and the error for the use of a donated cache."""
+"""Errors for the use of a donated cache, and of a cache in memory without computations."""
 
 from __future__ import annotations
 
@@ -32,8 +32,21 @@ def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
         ) from None
 
 
+def _check_in_memory_of_computations(*trees: PyTree) -> None:
+    """Raise a ValueError if any array is in memory such as "pinned_host"."""
+    for x in jax.tree.leaves(trees):
+        if not isinstance(x, jax.Array) or is_traced(x):
+            continue
+        kind, (device, *_) = x.sharding.memory_kind, x.sharding.device_set
+        if kind not in (None, device.default_memory().kind):
+            raise ValueError(
+                f"expected a cache in the memory in which its devices compute, got one in "
+                f"{kind!r}; move it there (sharding.move), or insert its sequences into a cache"
+            ) from None
+
+
 def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
-    """Decorate a function to raise the error of `check_not_donated` for donated arguments."""
+    """Decorate a function to raise one sentence for donated arguments, and for other memory."""
     # Arguments are checked only after an error of JAX, so that other calls have no overhead.
 
     @wraps(fun)
@@ -41,9 +54,9 @@ def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
         try:
             return fun(*args, **kwargs)
         except (RuntimeError, ValueError):  # A program that runs at once raises a ValueError.
-            check_not_donated(
-                [x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)]
-            )
+            trees = [x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)]
+            check_not_donated(trees)
+            _check_in_memory_of_computations(trees)
             raise
 
     return call

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.core.array_utils import is_concrete, to_host
+from jaxkv.core.array_utils import is_concrete, is_traced, to_host
 from jaxkv.core.partitioning import ShardingRules, check_mesh, check_sharding_rules
 from jaxkv.jit_helpers import check_concrete_cache
 from jaxkv.kv.make import HEAD_DEVICES
@@ -125,10 +125,10 @@ def move(
       The cache in its new place. On one device, it has no sharding rules.
 
     Raises:
-      TypeError: If `to` is neither a mesh nor a device, or the cache has shapes only.
+      TypeError: If `to` is neither a mesh nor a device, or the cache is traced or has shapes only.
       ValueError: If the mesh cannot split the streams or the cells evenly, or `sharding_rules` is
         given for one device.
-      ValueError: If the cache is traced or was donated, or the devices lack the memory.
+      ValueError: If the cache was donated, or is a batch of caches, or the devices lack the memory.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=2, head_dim=4)
@@ -141,6 +141,11 @@ def move(
       PartitionSpec(None, 'tensor')
     """
     table, buffers = split(cache)
+    if is_traced(cache):
+        raise TypeError(
+            "expected a concrete cache, got a traced one; move it outside of jit, or by "
+            "jax.device_put"
+        )
     check_concrete_cache(table, buffers)
     if isinstance(to, Mesh):
         rules = sharding_rules or table.sharding_rules or ShardingRules()

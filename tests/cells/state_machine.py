@@ -77,6 +77,7 @@ class Machine(RuleBasedStateMachine):
         self.looks_ahead, self.sets, self.parts = looks_ahead, sets, parts
         self.kept = None  # a plan that was made earlier and may be stale
         self.past = twin.fork()
+        self.away = None  # an extracted cache of two sequences
 
     def seq(self, number: int) -> int:
         return FEW[number % len(FEW)] % self.twin.kind.sequences
@@ -187,6 +188,17 @@ class Machine(RuleBasedStateMachine):
         pairs = dict(zip(map(self.seq, numbers), map(self.seq, parents), strict=True))
         with self.only(*pairs):
             self.twin.edit("seq_select", [*pairs.values()], [*pairs])
+
+    @rule(numbers=two, targets=two, few=st.booleans(), earlier=st.booleans())
+    def travel(self, numbers: list[int], targets: list[int], few: bool, earlier: bool) -> None:
+        """Extract two sequences, and insert them, or two that were extracted earlier."""
+        away, ok = self.twin.extract([*map(self.seq, numbers)], cells=6 if few else 20)
+        if ok and (self.away is None or not earlier):
+            self.away = away
+        one, other = map(self.seq, targets)
+        if self.away is not None and one != other:
+            with self.only(one, other):
+                self.twin.insert(self.away, [0, 1], [one, other])
 
     @rule(number=ids, p0=edges, p1=edges, by=st.integers(-5, 5), divides=st.booleans())
     def move(self, number: int, p0: int, p1: int, by: int, divides: bool) -> None:

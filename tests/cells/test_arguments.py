@@ -47,6 +47,15 @@ def beam_of(sequences):
     return jaxkv.generation.beam(None, None, GROUPS.make(), jnp.zeros((1, 16)), **options)
 
 
+def insert_donated_twice():
+    cache = GROUPS.make()
+    return jaxkv.insert(jaxkv.seq_rm(cache, 0).cache, cache, 0, 1, donate=True)
+
+
+def in_host_memory():
+    return jaxkv.sharding.move(small(), jax.devices()[0], memory_kind="pinned_host")
+
+
 @functools.cache
 def stack_twice(make):
     return jax.tree.map(lambda x: jnp.stack([x, x]), make())
@@ -123,6 +132,7 @@ TAKE_INTEGERS += " | make_batch([{}]) | make_batch([1], sequences=[{}])"
 USES = "{}.num_used_cells() | {}.check() | clear({}) | init_update({}) | defrag_plan({})"
 USES += " | show({}) | {}.seq_pos_max(0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"
 USES += " | init_batch({}, make_batch([1])) | plan_step({}, [5])"
+USES += " | insert({0}, {0}, 0, 1) | extract({}, 0, cells=4)"
 MOVES = "seq_add({}, 0, 0, -1, delta=1) | jax.jit(seq_div)({}, 0, 0, -1, divisor=2)"
 MOVES += " | {}.can_seq_add(0, 0, -1, delta=1)"
 MOVES += " | generation.context_shift({}, 0, num_keep=0, num_discard=1)"
@@ -133,10 +143,14 @@ NO_ROPES = (
     "compose((kv(rope=None), (0, 1)), (kv(), (2, 3)))",
 )
 WRONG_ID = "ValueError: expected (sequence ids from|one sequence id|seq, p0)"
+INSERTED_ID = "ValueError: expected (sequence ids from|src and dst of|one sequence id or)"
 WRONG_TYPE = "TypeError: expected (integers|an integer) for"
 PRODUCTS = [
     ("seq_rm(small(), {}) | seq_keep(small(), {})", IDS, WRONG_ID),
     ("seq_rm(small(), {})", [x for x in NO_INTEGERS if x != "None"], WRONG_TYPE),
+    ("insert(small(), small(), {}, 0) | insert(small(), small(), 0, {})", IDS, INSERTED_ID),
+    ("extract(small(), {}, cells=4)", IDS, INSERTED_ID),
+    ("insert(small(), small(), 0, {}) | extract(small(), 0, cells={})", NO_INTEGERS, WRONG_TYPE),
     (TAKE_INTEGERS, NO_INTEGERS, WRONG_TYPE),
     (MOVES, NO_ROPES, "ValueError: ^expected a cache made with rope= to move keys"),
     (USES, ["make_deleted()"], "ValueError: got one whose buffers were donated; use"),

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from jaxkv import EditResult, PlanRefusedError, Reason, generation, make_batch
 from jaxkv.table import EditCheck, join_checks
 from tests.cells.plans import NEAR
 from tests.helpers import edit_sequences, hlo
-from tests.helpers.caches import GROUPS, SMALL, assert_identical, parse_cache
+from tests.helpers.caches import GROUPS, HEADS, SIZE, SMALL, assert_identical, parse_cache
 from tests.helpers.parametrize import mark_cases
 from tests.helpers.steps import add_tokens, apply_plan
 
@@ -87,6 +88,27 @@ def rewind_after_seq_rm(cache, seq):
     return jaxkv.rewind(jaxkv.seq_rm(cache, seq).cache, to=cache.table)
 
 
+def unwritten():
+    """In a stacked cache, layer 0 lacks the tokens of stream 1."""
+    cache = replace(GROUPS, stacked=True).make()
+    step = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1, 2], sequences=2)))
+    kv = jnp.ones((*step.valid.shape, HEADS, SIZE))
+    return jaxkv.write_kv(step, 1, kv, kv).cache
+
+
+def insert_unwritten(cache, src, dst):
+    return jaxkv.insert(cache, unwritten(), src, dst)
+
+
+def insert_six(cache, src, dst):
+    return jaxkv.insert(cache, six(), src, dst)
+
+
+@functools.cache
+def grown():
+    return parse_cache("0{0} 1{0} 2{0} 3{0} 4{0} 5{0} 6{0}", SMALL)
+
+
 FAR = 2**31 - 3
 CASES = [
     # edit, cache, arguments, reason
@@ -109,6 +131,12 @@ CASES = [
     (jaxkv.seq_cp, hybrid, (0, 1, 0, -1), "PARTS_DIFFER"),
     (jaxkv.seq_select, groups, ([0], [3]), "OUT_OF_CELLS"),
     (jaxkv.seq_select, groups, ([0], [2]), "OK"),
+    (insert_six, six, (0, 0), "OK"),
+    (insert_six, six, (0, 1), "OK"),
+    (insert_six, shared, ([0, 0], [1, 2]), "OK"),
+    (insert_six, grown, (0, 1), "OUT_OF_CELLS"),
+    (insert_unwritten, groups, (2, 1), "LAYER_NOT_WRITTEN"),
+    (insert_unwritten, groups, (0, 1), "OK"),  # of another stream
     (jaxkv.seq_keep, six, (0,), "OK"),
     (add, six, (0, 2, -1, 3), "OK"),
     (add, six, (0, -2, -1, 3), "ARGUMENT_OUT_OF_RANGE"),

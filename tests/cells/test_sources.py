@@ -385,3 +385,20 @@ def test_encode_prefill_and_select_on_a_mesh():
         cache = make_sharded(partial(make_both, 2), mesh, rules)
         cache, _ = prefill_texts(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
         check(apply_edit(cache, name), *EDITS[name][1:])
+
+
+@core
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_insert_copies_sources_with_texts(streams):
+    """Sequences come from one stream through a cache of two sequences, in another order."""
+    cache = encode(make_both(), [A, B, D], [0, 1, 3])
+    cache, _ = prefill_texts(cache, ABC, [0, 1, 2])
+    cache = jaxkv.seq_cp(cache, 1, 3).check()  # sequences 1 and 3 share source and text
+    check(cache, "ABCB", "abcb")
+    away = jaxkv.extract(cache, [3, 0], cells=8).check()
+    other, _ = prefill_texts(encode(make_both(streams), [D], [2]), [TEXTS["d"]], [1])
+    other = jaxkv.insert(other, away, [0, 1], [2, 1]).check()
+    other = jaxkv.insert(other, cache, [2, 3], [0, 3]).check()
+    check(other, "CABB", "cabb")
+    too_small = jaxkv.extract(cache, [0, 1], cells=5)  # 6 cells of sources
+    assert not too_small.ok and not too_small.cache.num_used_cells()

@@ -301,9 +301,9 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
 
 def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]:
     """Read the signatures of the cells, the same in every layer, head, key and value."""
-    k = by_layer(buffers.k, buffers)  # [L, S, K, N, D]
+    k = np.rint(by_layer(buffers.k, buffers))  # [L, S, K, N, D]
     if not is_latent(buffers):
-        np.testing.assert_array_equal(by_layer(buffers.v, buffers), -k)
+        np.testing.assert_array_equal(np.rint(by_layer(buffers.v, buffers)), -k)
     written = k[0, :, 0, :, 0] > 0  # [S, N]
     label = np.array(layers)[:, None] * HEADS + np.arange(HEADS)  # [L, K]
     np.testing.assert_array_equal(k[..., 3], label[:, None, :, None] * written[:, None])
@@ -320,8 +320,8 @@ def is_latent(buffers: Any) -> bool:
 
 
 def by_layer(half: Sequence[Stored], buffers: Buffers) -> np.ndarray:
-    """Keys or values of all layers, `[L, S, K, N, D]`, integers."""
-    arrays = [jnp.rint(storage_of(x).decode()) for x in half]
+    """Keys or values of all layers, `[L, S, K, N, D]`."""
+    arrays = [storage_of(x).decode() for x in half]
     sizes = buffers.heads_per_row, buffers.head_sizes[0].head_dim
     arrays = [np.asarray(split_rows_of_cells(x, *sizes)) for x in arrays]
     depth = buffers.layers_per_array

@@ -79,41 +79,72 @@ class Oracle(CellOracle):
                 self.cells.setdefault(place, again).owners.add(seq)
         return self._copy_apart(before, apart, p0, p1)
 
+    def insert(self, source: "Oracle", parents: Sequence[int], seqs: Sequence[int]) -> bool:
+        """Replace sequences by copies of sequences of another cache, with their evictions.
+
+        False, without a change, if cells are missing.
+        """
+        before, pairs = self.fork(), [*zip(parents, seqs, strict=True)]
+        if self.whole:
+            self.whole.insert(source.whole, parents, seqs)
+        self.evicted_below |= {seq: source.evicted_below[parent] for parent, seq in pairs}
+        if self._copy(source, pairs, 0, -1):
+            return True
+        self.cells, self.whole = before.cells, before.whole
+        self.evicted_below = before.evicted_below
+        return False
+
     def _copy_apart(self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int) -> bool:
         """Replace sequences by copies of their parents' cells, or undo all.
 
-        A stream gets each parent's cells once, for all its targets. Copied cells are not reused,
-        although they may be free.
+        Copied cells are not reused, although they may be free.
+        """
+        kept = {place for parent, _ in pairs for place in before.held(parent, p0, p1)}
+        if self._copy(before, pairs, p0, p1, kept):
+            return True
+        self.cells, self.whole = before.cells, before.whole
+        return False
+
+    def _copy(
+        self,
+        source: "Oracle",
+        pairs: list[tuple[int, int]],
+        p0: int,
+        p1: int,
+        kept: Iterable[Place] = (),
+    ) -> bool:
+        """Replace sequences by copies of their parents' cells; False if cells are missing.
+
+        A stream gets each cell once, for all its targets. Cells in `kept` are not overwritten.
         """
         for _, seq in pairs:
             self._remove(seq)
-        copied = {parent: sorted(before.held(parent, p0, p1)) for parent, _ in pairs}
-        sources = [place for places in copied.values() for place in places]
-        heirs: dict[tuple[int, int], set[int]] = {}
+        heirs: dict[tuple[int, Place], set[int]] = {}
         for parent, seq in pairs:
-            heirs.setdefault((self.stream(seq), parent), set()).add(seq)
+            for place in source.held(parent, p0, p1):
+                heirs.setdefault((self.stream(seq), place), set()).add(seq)
         arrivals = []
         for stream in {self.stream(seq) for _, seq in pairs}:
-            wanted = [
-                (source, owners)
-                for (where, parent), owners in heirs.items()
-                if where == stream
-                for source in copied[parent]
-            ]
-            usable = [index for index in self.usable(stream) if (stream, index) not in sources]
+            # The cells of one stream after those of another, in the order of the parents.
+            order = [source.stream(parent) for parent, seq in pairs if self.stream(seq) == stream]
+            wanted = sorted(
+                (place for where, place in heirs if where == stream),
+                key=lambda place, order=order: (order.index(place[0]), place[1]),
+            )
+            usable = [index for index in self.usable(stream) if (stream, index) not in kept]
             if len(wanted) > len(usable):
-                self.cells, self.whole = before.cells, before.whole
                 return False
             found = zip(self._whole_first(stream, usable), wanted, strict=False)
-            arrivals += [((stream, index), *one) for index, one in found]
+            arrivals += [((stream, i), place, heirs[stream, place]) for i, place in found]
+        origins = {place: (source.cells[place], source.contents) for _, place, _ in arrivals}
         for place, _, _ in arrivals:
             if place in self.cells:
                 self._evict(place)
-        for place, source, owners in arrivals:
-            cell = before.cells[source]
-            self.cells[place] = Cell(cell.position, set(owners), cell.shift)
-            if source in before.contents:
-                self.contents[place] = before.contents[source]
+        for place, origin, owners in arrivals:
+            cell, contents = origins[origin]
+            self.cells[place] = Cell(cell.position, owners, cell.shift)
+            if origin in contents:
+                self.contents[place] = contents[origin]
             self.written[place] += 1
         return True
 

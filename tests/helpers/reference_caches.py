@@ -1,9 +1,11 @@
 """A cache and its oracles, changed by the same edits and compared."""
 
+import copy
 import functools
 import random
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 
@@ -226,6 +228,35 @@ class Twin:
 
     def seq_cp(self, src: int, dsts: Sequence[int], p0: int = -1, p1: int = -1) -> bool:
         return self.edit("seq_cp", src, [*dsts], p0, p1)
+
+    def insert(self, other: "Twin", src: Sequence[int], dst: Sequence[int]) -> bool:
+        """Insert sequences of another twin on both sides, or on neither."""
+        before = self.cache
+        self.cache, ok = result = jaxkv.insert(before, other.cache, src, dst)
+        self._inserted(result, other.oracles, src, dst)
+        if not ok:
+            assert_identical(self.cache, before)
+        return ok.item()
+
+    def extract(self, sequences: Sequence[int], cells: int) -> tuple[Self, bool]:
+        """Extract sequences on both sides: another twin, and whether it has the sequences."""
+        twin, streams = copy.copy(self), min(len(sequences), self.kind.streams)
+        sizes = dict(cells=min(cells, self.kind.cells * streams), sequences=len(sequences))
+        twin.kind = replace(self.kind, **sizes, streams=1, placement="any")
+        twin.oracles = twin.kind.oracles()
+        twin.cache, ok = result = jaxkv.extract(self.cache, sequences, cells=cells)
+        twin._inserted(result, self.oracles, sequences, range(len(sequences)))
+        twin.compare()
+        return twin, ok.item()
+
+    def _inserted(self, result: Any, of: Oracles, *ids: Sequence[int]) -> None:
+        """Insert sequences of other oracles, if all have cells, and compare the results."""
+        after = self.oracles.fork()
+        pairs = zip(after, of, strict=True)
+        ok = all([one.insert(other, *ids) is not False for one, other in pairs])
+        assert result.ok == ok, (ids, jaxkv.show(self.cache))
+        assert jaxkv.Reason(result.reason).name == ("OK" if ok else "OUT_OF_CELLS")
+        self.oracles = after if ok else self.oracles
 
     def update(self) -> None:
         plan = jaxkv.init_update(self.cache)

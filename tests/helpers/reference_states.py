@@ -137,28 +137,33 @@ class Histories(Side):
             return False
         for dst in gets:
             self._forget(dst)
-            self.states[dst] = copies(dst, src, shared)
+            self.states[dst] = copies(dst, shared) if dst not in same else list(shared)
         return True
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
         """Replace the states of sequences by those of their parents."""
         states, copies = dict(self.states), self._copies()
         for parent, seq in zip(parents, seqs, strict=True):
-            if parent != seq:
-                self.states[seq] = copies(seq, parent, states[parent])
+            same = self.stream(parent) == self.stream(seq)
+            self.states[seq] = list(states[parent]) if same else copies(seq, states[parent])
 
-    def _copies(self) -> Callable[[int, int, list[Kept]], list[Kept]]:
-        """Return a function that gives states: shared in a stream, copied once to others."""
-        made: dict[tuple[int, int], list[Kept]] = {}
+    def insert(self, source: "Histories", parents: Sequence[int], seqs: Sequence[int]) -> None:
+        """Replace sequences by copies of the newest states of sequences of another cache."""
+        copies = self._copies()
+        for parent, seq in zip(parents, seqs, strict=True):
+            self.states[seq] = copies(seq, source.states[parent][-self.size :])
 
-        def given(seq: int, parent: int, states: list[Kept]) -> list[Kept]:
+    def _copies(self) -> Callable[[int, list[Kept]], list[Kept]]:
+        """Return a function that gives copies of states; a stream gets each state once."""
+        made: dict[tuple[int, Kept], Kept] = {}
+
+        def given(seq: int, states: list[Kept]) -> list[Kept]:
             stream = self.stream(seq)
-            if stream == self.stream(parent):
-                return list(states)
-            if (stream, parent) not in made:
-                made[stream, parent] = [self._new(s.position, s.begin, s.history) for s in states]
-                self.written[stream] += len(states)
-            return list(made[stream, parent])
+            for state in states:
+                if (stream, state) not in made:
+                    made[stream, state] = self._new(state.position, state.begin, state.history)
+                    self.written[stream] += 1
+            return [made[stream, state] for state in states]
 
         return given
 
