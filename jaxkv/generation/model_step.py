@@ -105,7 +105,7 @@ def model_step(
         elif isinstance(output, jax.Array):
             description = f"an array of shape {output.shape}"
         raise ValueError(
-            f"expected a pair from forward, step and logits, got {description}; end it with "
+            f"expected step and logits from forward, got {description}; end it with "
             "`return step, logits`"
         )
     after, logits, *aux = output
