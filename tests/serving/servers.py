@@ -183,7 +183,7 @@ class Server:
         self.computed += len(tokens)
 
     def remember(self, tokens, seq=0):
-        self.cache, self.store, (_, miss) = self.store.store(self.cache, tokens, seq)
+        self.cache, self.store, (_, miss, _) = self.store.store(self.cache, tokens, seq)
         return miss
 
     def forget(self, seq=0):
