@@ -32,6 +32,15 @@ def check_host_bytes(host_bytes: Any) -> int:
     return 0 if host_bytes is None else check_count(host_bytes, "host_bytes", high=MAX_HOST_BYTES)
 
 
+def commit(cache: Cache) -> Cache:
+    """Return a cache whose arrays are committed to their devices, without a copy.
+
+    An insertion from host memory commits the cache, and JAX compiles programs again for committed
+    arrays. Therefore commit a cache before its programs are compiled.
+    """
+    return jax.device_put(cache, jax.tree.map(lambda x: x.sharding, cache))
+
+
 def copy_to_host(cache: Cache, seq: int, *, max_bytes: int) -> Cache | None:
     """Copy a sequence into a new cache with its buffers in host memory.
 
@@ -55,7 +64,9 @@ def can_copy(cache: Cache, src: int, dst: int, stop: int) -> bool:
 
 def can_insert(cache: Cache, source: Cache, seq: int) -> bool:
     """Return whether sequence 0 of a new cache can be inserted in place of a sequence."""
-    return bool(_can_insert(cache.table, source.table, np.int32([0]), np.int32([seq])))
+    return bool(
+        _can_insert(cache.table, source.table, np.array([0], np.int32), np.array([seq], np.int32))
+    )
 
 
 def warm_up_copies(cache: Cache, seq: int, *, donate: bool) -> Cache:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxkv.jit_helpers import jit_table
+from jaxkv.serving.copies import commit
 from jaxkv.serving.model_runner import ModelRunner
 from jaxkv.serving.prefill_chunks import PASS
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
@@ -51,6 +52,8 @@ class EnginePrefixes:
                 f"expected a store that leaves sequences to requests, got one with all "
                 f"{table.spec.sequences}; pass fewer, or make a cache with more"
             )
+        if store and store.host_bytes:
+            runner.cache = commit(runner.cache)
         shapes = jax.eval_shape(table.num_cells_saved_by_sharing)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         self._sharing = table.spec.sequences_per_stream

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv.api.insert import insert
 from jaxkv.core.array_utils import nbytes
-from jaxkv.serving.copies import check_host_bytes, copy_to_host, warm_up_copies
+from jaxkv.serving.copies import check_host_bytes, commit, copy_to_host, warm_up_copies
 from jaxkv.serving.model_runner import ModelRunner
 from jaxkv.serving.request import RequestState
 
@@ -31,6 +31,8 @@ class Swapper:
 
     def __init__(self, runner: ModelRunner, params: PyTree, host_bytes: int | None):
         self._runner, self._max_bytes = runner, check_host_bytes(host_bytes)
+        if self._max_bytes:
+            runner.cache = commit(runner.cache)
         leaves = jax.tree.leaves(params)
         self._flops_per_token = 2 * sum(int(np.size(x)) for x in leaves)
         (*_, device) = jax.tree.leaves(runner.cache.buffers)[0].devices()

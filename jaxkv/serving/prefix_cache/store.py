@@ -118,7 +118,7 @@ class PrefixStore:
     def __repr__(self) -> str:
         tokens = sum(prompt.tokens.size for prompt in self.prompts)
         limit = f", at most {self.cells} cells" if self.cells < END else ""
-        host = f", {self._host}" if self._host.max_bytes else ""
+        host = f", {self._host}" if self.host_bytes else ""
         return (
             f"PrefixStore({len(self.prompts)} prompts of {tokens} tokens, "
             f"{len(self.sequences)} sequences{limit}{host})"
@@ -128,6 +128,11 @@ class PrefixStore:
     def all_prompts(self) -> tuple[CachedPrompt | HostPrompt, ...]:
         """All prompts, first those in host memory; in each memory least recently used first."""
         return (*self._host.prompts, *self.prompts)
+
+    @property
+    def host_bytes(self) -> int:
+        """Maximum number of bytes of prompts in host memory; 0 if prompts do not move there."""
+        return self._host.max_bytes
 
     @property
     def num_host_bytes(self) -> int:
@@ -291,15 +296,18 @@ class PrefixStore:
             CachedPrompt(sequence=seq, tokens=np.array(check_int32(tokens, "tokens"), np.int32))
             for seq, tokens in prompts.items()
         ]
-        host = HostPrompts(max_bytes=self._host.max_bytes)
-        return self._replace_fields(prompts=tuple(cached), evicted=(), _host=host)
+        return self._replace_fields(
+            prompts=tuple(cached), evicted=(), _host=HostPrompts(max_bytes=self.host_bytes)
+        )
 
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
         To compile copies within a stream, the stream of the first store sequence must have an empty
         sequence outside of the store. To compile copies between streams, another stream must have
-        an empty sequence outside of the store. Copies to host memory need one of these sequences.
+        an empty sequence outside of the store. Copies from host memory need one of these sequences.
+        They commit the cache to its devices, and JAX compiles programs again for committed arrays,
+        so compile other programs later, with the returned cache.
 
         Args:
           cache: The cache of the store.
@@ -314,7 +322,7 @@ class PrefixStore:
         for seq in {seq // per_stream == first_seq // per_stream: seq for seq in empty}.values():
             can_copy(cache, first_seq, seq, 0)
             cache, _ = seq_cp(cache, first_seq, seq, 0, 0, donate=donate)
-        if self._host.max_bytes and empty:
+        if self.host_bytes and empty:
             cache = warm_up_copies(cache, empty[0], donate=donate)
         return cache
 
