@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxkv.api.edits import EditResult, edit_result
 from jaxkv.cache import Cache, merge, split
@@ -41,7 +41,8 @@ def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = Fa
     `lanes`, `stacked`, `dtype`, `max_rollback`, devices and sharding rules. Keys and values are
     converted to the dtype of `cache`; equal dtypes are copied bit for bit. If `cache` has a smaller
     `max_rollback`, only the newest states are copied. Outside of `jit`, a source on other devices
-    or in other memory is first moved to the devices of `cache` (`sharding.move`).
+    or in other memory is first moved to the devices of `cache` (`sharding.move`). Its buffers alone
+    may be in other memory.
 
     The flag `ok` and the `reason` are `[]`, for all sequences together. In these cases, the cache
     is unchanged:
@@ -182,14 +183,13 @@ def _move_to_devices_of(cache: Cache, source: Cache) -> Cache:
     check_not_donated(*map(split, (cache, source)))
     if is_traced(cache, source):
         return source
-    own, other = (getattr(jax.tree.leaves(table)[0], "sharding", None) for table in tables)
-    if own is None or other is None:  # shapes
+    firsts = [x for tree in (tables[0], *split(source)) for x in jax.tree.leaves(tree)[:1]]
+    if not all(hasattr(x, "sharding") for x in firsts):  # shapes
         return source
-    on_mesh = isinstance(own, NamedSharding)
-    same_mesh = not on_mesh or isinstance(other, NamedSharding) and own.mesh == other.mesh
-    if same_mesh and (own.device_set, own.memory_kind) == (other.device_set, other.memory_kind):
+    own, *others = (x.sharding for x in firsts)
+    if all(_is_same_memory(own, other) for other in others):
         return source
-    if on_mesh:
+    if isinstance(own, NamedSharding):
         return move(source, own.mesh, sharding_rules=tables[0].sharding_rules)
     (device,) = own.device_set
     return move(source, device, memory_kind=own.memory_kind)
@@ -203,6 +203,14 @@ def _check_shares_no_buffer(buffers: PyTree, source_buffers: PyTree) -> None:
             "expected a source with its own buffers, got one with buffers of the cache to donate; "
             "extract the sequences first, or do not donate"
         )
+
+
+def _is_same_memory(own: Sharding, other: Sharding) -> bool:
+    """Return whether two shardings have the same devices, memory and mesh."""
+    if (own.device_set, own.memory_kind) != (other.device_set, other.memory_kind):
+        return False
+    is_on_mesh = isinstance(own, NamedSharding)
+    return not is_on_mesh or (isinstance(other, NamedSharding) and own.mesh == other.mesh)
 
 
 def _check_same_spec(expected: CacheSpec, actual: CacheSpec, where: str = "") -> None:

@@ -27,6 +27,7 @@ from jaxkv.serving.request import (
     check_request,
 )
 from jaxkv.serving.scheduler import Scheduler
+from jaxkv.serving.swapping import Swapper
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -60,7 +61,7 @@ class Engine:
       tokens_per_step: Maximum number of tokens that a request generates before the CPU reads them.
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
         reserved. If False, a request starts when its prompt and the tokens of a step fit; if cells
-        run out, the youngest request is preempted and recomputed later.
+        run out, the youngest request is preempted, and later recomputed, or see `host_bytes`.
       sampling_options: Names of the `make_sampler` options that requests can set; by default
         "temperature", "top_k", "top_p" and "min_p".
       penalty_last_n: Number of recent tokens to penalise.
@@ -74,7 +75,10 @@ class Engine:
         prefixes of prompts are stored. The least recently used prompts of the store are evicted
         if a request needs their cells to start or to continue.
       prefix_store: An existing store, instead of `prefix_sequences`; for example a store with a
-        limit of cells, or the store of an earlier engine.
+        limit of cells or with host memory, or the store of an earlier engine.
+      host_bytes: Maximum number of bytes of preempted requests in host memory, apart from the
+        memory of `prefix_store`; default 0. A preempted request is copied to host memory and back,
+        instead of recomputed, if the copies take less time (`serving.swapping.FLOPS_PER_BYTE`).
 
     Raises:
       ValueError: If the cache is not empty, was donated, or has a part for encoder sources.
@@ -128,6 +132,7 @@ class Engine:
         edit: Edit | None = None,
         prefix_sequences: Iterable[int] | None = None,
         prefix_store: PrefixStore | None = None,
+        host_bytes: int | None = None,
     ):
         if not callable(forward):
             raise TypeError(
@@ -161,8 +166,13 @@ class Engine:
                 )
             prefix_store = PrefixStore(cache, sequences=prefix_sequences)
         self._prefixes = EnginePrefixes(self._runner, prefix_store)
+        self._swapper = Swapper(self._runner, params, host_bytes)
         self._schedule = Scheduler(
-            table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
+            table,
+            limits=self._limits,
+            reserve=reserve,
+            prefixes=self._prefixes,
+            swapper=self._swapper,
         )
         self._is_cache_lost = False
         self._next = 0
@@ -322,6 +332,7 @@ class Engine:
         self._check_cache()
         self._runner.warm_up()
         self._prefixes.warm_up()
+        self._swapper.warm_up()
 
     def _check_cache(self) -> None:
         if self._is_cache_lost or not self._runner.has_cache:
@@ -433,6 +444,8 @@ class Engine:
             if self._prefixes.evict_one(stream):
                 continue
             if others:
+                num_stored = self._prefixes.num_stored_prefix_tokens(youngest)
+                self._swapper.swap_out(youngest, self._schedule.all_requests, num_stored)
                 self._runner.remove_sequences([youngest.sequence])
                 self._schedule.preempt(youngest)
             else:

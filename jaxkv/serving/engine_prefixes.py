@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxkv.jit_helpers import jit_table
+from jaxkv.serving.copies import commit
 from jaxkv.serving.model_runner import ModelRunner
 from jaxkv.serving.prefill_chunks import PASS
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
@@ -51,6 +52,8 @@ class EnginePrefixes:
                 f"expected a store that leaves sequences to requests, got one with all "
                 f"{table.spec.sequences}; pass fewer, or make a cache with more"
             )
+        if store and store.host_bytes:
+            runner.cache = commit(runner.cache)
         shapes = jax.eval_shape(table.num_cells_saved_by_sharing)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         self._sharing = table.spec.sequences_per_stream
@@ -93,7 +96,7 @@ class EnginePrefixes:
         Return None if the request must wait until another request has computed a longer prefix that
         both requests share.
         """
-        if self.store is None:
+        if self.store is None or state.swapped:
             return PrefixMatch(None, NOTHING)
         tokens = state.all_tokens()
         match = self.store.longest_match(self._runner.cache, tokens, sequence)
@@ -109,7 +112,7 @@ class EnginePrefixes:
             self.store_prefix(nearest, min(num_shared, nearest.num_cached_tokens))
             match = self.store.longest_match(self._runner.cache, tokens, sequence)
         lengths = [
-            common_prefix_length(prompt.tokens, tokens[:-1]) for prompt in self._stored_prompts
+            common_prefix_length(prompt.tokens, tokens[:-1]) for prompt in self.store.all_prompts
         ]
         furthest = max([num_shared, *lengths])
         state.branch_points = {furthest} if furthest - match.hit.length > PASS else set()
@@ -118,16 +121,25 @@ class EnginePrefixes:
     def is_in_same_stream(self, match: PrefixMatch, sequence: int) -> bool:
         """Return whether a match and a sequence are in one stream; a fork then copies no cells."""
         prompt = match.prompt
-        return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
+        if not isinstance(prompt, CachedPrompt):
+            return False
+        return prompt.sequence // self._sharing == sequence // self._sharing
 
     def fork_prefix(self, match: PrefixMatch, sequence: int) -> PrefixHit:
         """Fork a matched prefix into a sequence; return length 0 if too few cells are free."""
-        if self.store is None or match.prompt is None:
+        if self.store is None:
             return match.hit
         self._runner.cache, self.store, hit = self.store.fork_match(
             self._runner.cache, match, sequence, donate=True
         )
         return hit
+
+    def num_stored_prefix_tokens(self, state: RequestState) -> int:
+        """Return the number of cached tokens of a request that are also in the store."""
+        if self.store is None:
+            return 0
+        tokens = state.all_tokens()
+        return self.store.longest_match(self._runner.cache, tokens, state.sequence).hit.length
 
     def store_prefix(self, state: RequestState, length: int) -> None:
         """Store the first tokens of a request, if these tokens can be resumed."""
@@ -151,14 +163,9 @@ class EnginePrefixes:
             self._runner.cache, self.store = self.store.evict_prompt(self._runner.cache, states[0])
         return bool(states)
 
-    @property
-    def _stored_prompts(self) -> tuple[CachedPrompt, ...]:
-        return self.store.prompts if self.store else ()
-
     def _prompts_in_stream(self, stream: int) -> list[CachedPrompt]:
-        return [
-            state for state in self._stored_prompts if state.sequence // self._sharing == stream
-        ]
+        prompts = self.store.prompts if self.store else ()
+        return [prompt for prompt in prompts if prompt.sequence // self._sharing == stream]
 
 
 @jit_table

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxkv.cache import Cache
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.constraints import Constraint, check_constraint, check_initial_state
 from jaxkv.generation.filters import OPTIONS, FilterSampler, make_sampler
 from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.planning.planners import check_ubatch_size
-from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit
+from jaxkv.serving.prefix_cache.prompts import CachedPrompt, HostPrompt, MissReason, PrefixHit
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class RequestState:
     num_computed_tokens: Number of tokens that were forked from the store or computed in chunks.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
     branch_points: Lengths of prefixes to store; other requests or stored prompts share them.
+    swapped: Copy in host memory of the sequence of a preempted request that waits.
     """
 
     id: int
@@ -107,8 +109,9 @@ class RequestState:
     num_required_tokens: int = 0
     branch_points: set[int] = field(default_factory=set)
     prefix_hit: PrefixHit = NOTHING
-    source: CachedPrompt | None = None
+    source: CachedPrompt | HostPrompt | None = None
     constraint_state: PyTree = None
+    swapped: Cache | None = None
 
     def __post_init__(self):
         self.constraint_state = self.request.constraint_state
@@ -144,7 +147,7 @@ class RequestState:
         """Maximum number of tokens in the cache; the last generated token is never written."""
         return len(self.request.prompt) + self.request.max_new_tokens - 1
 
-    def begin_from_prefix(self, source: CachedPrompt | None, hit: PrefixHit) -> None:
+    def begin_from_prefix(self, source: CachedPrompt | HostPrompt | None, hit: PrefixHit) -> None:
         """Start the request after the tokens that were forked from a stored prompt."""
         self.source, self.num_computed_tokens = source, hit.length
         self.num_required_tokens = len(self.request.prompt) + len(self.tokens)

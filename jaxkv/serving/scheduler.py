@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxkv.serving.engine_prefixes import EnginePrefixes, PrefixMatch
 from jaxkv.serving.request import EngineConfig, RequestState
+from jaxkv.serving.swapping import Swapper
 from jaxkv.table import CacheTable
 
 if TYPE_CHECKING:
@@ -19,10 +20,16 @@ class Scheduler:
     """Assigns sequences of a cache to requests; evicts stored prompts if requests need cells."""
 
     def __init__(
-        self, table: CacheTable, *, limits: EngineConfig, reserve: bool, prefixes: EnginePrefixes
+        self,
+        table: CacheTable,
+        *,
+        limits: EngineConfig,
+        reserve: bool,
+        prefixes: EnginePrefixes,
+        swapper: Swapper,
     ):
         self._table, self._steps, self.reserves = table, limits.tokens_per_step, reserve
-        self._prefixes = prefixes
+        self._prefixes, self._swapper = prefixes, swapper
         self._sharing = table.spec.sequences_per_stream
         self._at_once = max(limits.prefill_chunk, self._sharing)
         self._waiting: list[RequestState] = []
@@ -74,8 +81,7 @@ class Scheduler:
     def admit(self) -> None:
         """Assign sequences to waiting requests in order, until a request does not fit."""
         for stream in range(self._table.spec.streams):  # running requests need cells first
-            while not self._has_enough_cells(stream) and self._prefixes.evict_one(stream):
-                pass
+            self._evict_until_enough(stream)
         while self._waiting and self._waiting[0] is not self._stuck:
             state, free = self._waiting[0], self._free_sequences()
             if not free:
@@ -136,10 +142,18 @@ class Scheduler:
                 self._prefixes.rewind(past)
                 self._placed[sequence], state.sequence = None, -1
                 return False
-        state.begin_from_prefix(
-            match.prompt, hit if near else self._prefixes.fork_prefix(match, sequence)
-        )
+        if self._swapper.swap_in(state):
+            return True
+        if not near:
+            hit = self._prefixes.fork_prefix(match, sequence)
+            self._evict_until_enough(self.stream_of(state))  # a prompt from host memory needs cells
+        state.begin_from_prefix(match.prompt, hit)
         return True
+
+    def _evict_until_enough(self, stream: int) -> None:
+        """Evict stored prompts of a stream until its requests have enough cells."""
+        while not self._has_enough_cells(stream) and self._prefixes.evict_one(stream):
+            pass
 
     def _has_enough_cells(self, stream: int) -> bool:
         """Return whether a stream has enough cells for its requests and stored prompts."""

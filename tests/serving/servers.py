@@ -183,7 +183,7 @@ class Server:
         self.computed += len(tokens)
 
     def remember(self, tokens, seq=0):
-        self.cache, self.store, (_, miss) = self.store.store(self.cache, tokens, seq)
+        self.cache, self.store, (_, miss, _) = self.store.store(self.cache, tokens, seq)
         return miss
 
     def forget(self, seq=0):
@@ -198,8 +198,9 @@ class Server:
         return [text.tokens.tolist() for text in self.store.prompts]
 
 
-def make_server(cache, holders, *texts, cells=None, **options):
-    server = Server(cache, PrefixStore(cache, sequences=holders, cells=cells), **options)
+def make_server(cache, holders, *texts, cells=None, host_bytes=None, **options):
+    store = PrefixStore(cache, sequences=holders, cells=cells, host_bytes=host_bytes)
+    server = Server(cache, store, **options)
     for text in texts:
         server.ask(text)
         assert server.remember(text) is MissReason.NONE

@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Constraint, Engine, FinishReason, Request
+from jaxkv.serving.prefix_cache.prompts import PrefixHit
 from tests.generation.tiny import forward, load_tiny
 from tests.helpers.caches import VOCABULARY
 from tests.helpers.parametrize import mark_cases
@@ -31,13 +32,12 @@ def test_engine_store_reuses_text_that_ended():
     engine, prompt = make_engine(POOL, [3]), draw_tokens(8)
     first = run_prompt(engine, prompt, max_new_tokens=4)
     text = [*prompt, *first.tokens.tolist()]
-    assert first.prefix_hit == (0, MissReason.UNKNOWN)
+    assert first.prefix_hit == PrefixHit(0, MissReason.UNKNOWN)
     assert stored_texts(engine) == [text[:-1]]  # the last token is never in the cache
     again = run_prompt(engine, [*text, 1, 2])
-    assert again.prefix_hit == (len(text) - 1, MissReason.NONE)
-    assert run_prompt(engine, prompt).prefix_hit == (
-        7,
-        MissReason.NONE,
+    assert again.prefix_hit == PrefixHit(len(text) - 1, MissReason.NONE)
+    assert run_prompt(engine, prompt).prefix_hit == PrefixHit(
+        7, MissReason.NONE
     )  # its last token gives the logits
     servers.assert_as_alone([again], [again.request])
     servers.assert_only_kept(engine)
@@ -54,7 +54,7 @@ def test_engine_store_reuses_text_that_runs():
     engine.step()
     assert stored_texts(engine) == [common]
     found = {result.id: result.prefix_hit for result in engine.results()}
-    assert found[other] == (30, MissReason.NONE)
+    assert found[other] == PrefixHit(30, MissReason.NONE)
     servers.assert_only_kept(engine)
 
 
@@ -67,7 +67,7 @@ def test_engine_store_reuses_all_cached_tokens_of_a_text_that_runs():
     text = [*prompt, *engine.tokens_of(0)]
     other = engine.submit(Request(prompt=[*text, 1], max_new_tokens=2))
     results = {result.id: result for result in engine.results()}
-    assert results[other].prefix_hit == (len(text) - 1, MissReason.NONE)
+    assert results[other].prefix_hit == PrefixHit(len(text) - 1, MissReason.NONE)
     servers.assert_as_alone([results[other]], [results[other].request])
     servers.assert_only_kept(engine)
 
@@ -125,7 +125,7 @@ def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     engine.step()
     assert engine.cancel(request) and len(engine.step()) == 1
     assert stored_texts(engine) == [prompt[:8]]  # one chunk
-    assert run_prompt(engine, prompt).prefix_hit == (8, MissReason.NONE)
+    assert run_prompt(engine, prompt).prefix_hit == PrefixHit(8, MissReason.NONE)
 
 
 def test_engine_takes_cache_and_store_of_another():
@@ -133,7 +133,7 @@ def test_engine_takes_cache_and_store_of_another():
     run_prompt(first, prompt)
     options = dict(stop_tokens=servers.STOP, prefill_chunk=8, tokens_per_step=4)
     second = Engine(forward, None, first.cache, prefix_store=first.prefix_store, **options)
-    assert run_prompt(second, [*prompt, 1]).prefix_hit == (20, MissReason.NONE)
+    assert run_prompt(second, [*prompt, 1]).prefix_hit == PrefixHit(20, MissReason.NONE)
 
 
 def test_engine_store_gives_way_to_a_request_and_no_sooner():
@@ -154,7 +154,7 @@ def test_engine_store_gives_way_to_a_request_and_no_sooner():
     servers.assert_as_alone(results, [result.request for result in results])
     text = stored_texts(engine)[-1]
     last = run_prompt(engine, [*text, 1], max_new_tokens=POOL.cells - len(text))
-    assert last.prefix_hit == (len(text), MissReason.NONE)
+    assert last.prefix_hit == PrefixHit(len(text), MissReason.NONE)
     servers.assert_only_kept(engine)
 
 
@@ -258,7 +258,7 @@ def test_engine_store_computes_common_tokens_once(name):
     assert beside == 8
     assert counted.computed == 512 + 64 * (own + max_new_tokens - 1)
     text = [*results[-1].request.prompt, *results[-1].tokens.tolist()]
-    assert run_prompt(engine, [*text, 1, 2]).prefix_hit == (len(text) - 1, MissReason.NONE)
+    assert run_prompt(engine, [*text, 1, 2]).prefix_hit == PrefixHit(len(text) - 1, MissReason.NONE)
     servers.assert_only_kept(engine)
 
 
@@ -267,4 +267,8 @@ def test_engine_store_learns_where_prompts_part(name, miss):
     engine = Counting(name, sequences=4, holders=[1, 2, 3], cells=2400).engine
     common = draw_tokens(200)
     found = [run_prompt(engine, [*common, i, *draw_tokens(500, i)]).prefix_hit for i in range(3)]
-    assert found == [(0, MissReason.UNKNOWN), (0, miss), (200, MissReason.NONE)]
+    assert found == [
+        PrefixHit(0, MissReason.UNKNOWN),
+        PrefixHit(0, miss),
+        PrefixHit(200, MissReason.NONE),
+    ]

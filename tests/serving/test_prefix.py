@@ -18,6 +18,7 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.serving import MissReason as Miss
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
+from jaxkv.serving.prefix_cache.prompts import PrefixHit
 from tests.generation.tiny import assert_sound
 from tests.helpers import edit_sequences
 from tests.helpers.caches import GROUPS, Kind, assert_identical, drawing
@@ -48,7 +49,7 @@ def test_prefix_in_a_conversation_computes_each_token_once(kind):
     for turn in range(5):
         text += draw_tokens(4, turn)
         found = server.ask(text)
-        assert found == (len(text) - 4, Miss.NONE if turn else Miss.UNKNOWN)
+        assert found == PrefixHit(len(text) - 4, Miss.NONE if turn else Miss.UNKNOWN)
         answer = draw_tokens(4, 100 + turn)
         server.go_on(answer)
         text += answer
@@ -65,12 +66,15 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
     store = PrefixStore(cache, sequences=[3])
     cache = apply_batch(cache, text)
     for edited, _ in (jaxkv.seq_rm(cache, 0, 2, 4), jaxkv.seq_add(cache, 0, 0, -1, delta=3)):
-        same, kept, (_, miss) = store.store(edited, text, 0)
+        same, kept, (_, miss, _) = store.store(edited, text, 0)
         assert miss is Miss.INCOMPLETE and not kept.prompts
         assert_identical(same, edited)
-    cache, store, (_, miss) = store.store(cache, text, 0)
+    cache, store, (_, miss, _) = store.store(cache, text, 0)
     assert miss is Miss.NONE
-    for cut, found in (((2, 4), (2, Miss.INCOMPLETE)), ((0, -1), (0, Miss.CONTEXT_EVICTED))):
+    for cut, found in (
+        ((2, 4), PrefixHit(2, Miss.INCOMPLETE)),
+        ((0, -1), PrefixHit(0, Miss.CONTEXT_EVICTED)),
+    ):
         cache, _ = jaxkv.seq_rm(cache, 3, *cut)
         assert store.fork(cache, [*text, 7], 1).hit == found
 
@@ -79,7 +83,7 @@ def test_fork_of_a_moved_recurrent_holder_finds_nothing():
     cache, text = make_states(), [1, 2, 3, 4]
     store = PrefixStore(cache, sequences=[1])
     cache = apply_batch(cache, text)
-    cache, store, (_, miss) = store.store(cache, text, 0)
+    cache, store, (_, miss, _) = store.store(cache, text, 0)
     assert miss is Miss.NONE and store.fork(cache, [*text, 7], 0).hit[0] == 4
     cache, ok = jaxkv.seq_add(cache, 1, 0, -1, delta=3)
     assert ok and store.fork(cache, [*text, 7], 0).hit[0] == 0
@@ -97,12 +101,12 @@ def test_store_knows_the_text_that_a_sequence_holds():
         assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TOKENS
     cache, _ = jaxkv.seq_cp(add_tokens(add_tokens(empty, [9, 9], 1), text), 0, 2)
     cache = apply_plan(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
-    cache, store, (_, miss) = store.store(cache, text, 2)
+    cache, store, (_, miss, _) = store.store(cache, text, 2)
     assert miss is Miss.NONE
     refilled = add_tokens(jaxkv.seq_rm(cache, 3)[0], [1, 2, 9, 4, 5, 6], 3)
     for holding in (refilled, add_tokens(empty, [1, 2, 9, 4, 5, 6], 3)):
-        assert store.fork(holding, [*text, 7], 1).hit == (2, Miss.OTHER_TOKENS)
-    assert store.fork(cache, [*text, 7], 1).hit == (6, Miss.NONE)
+        assert store.fork(holding, [*text, 7], 1).hit == PrefixHit(2, Miss.OTHER_TOKENS)
+    assert store.fork(cache, [*text, 7], 1).hit == PrefixHit(6, Miss.NONE)
 
 
 def test_store_knows_the_text_that_a_state_has_seen():
@@ -116,12 +120,12 @@ def test_store_knows_the_text_that_a_state_has_seen():
     moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
     moved, ok = jaxkv.seq_add(moved, 0, 1, -1, delta=-1)  # back again: its content is the same
     cache = jaxkv.snapshot.load(jaxkv.snapshot.save(moved))
-    cache, kept, (_, miss) = store.store(cache, text, 0)
+    cache, kept, (_, miss, _) = store.store(cache, text, 0)
     assert ok and miss is Miss.NONE
-    assert kept.fork(cache, [*text, 7], 1).hit == (6, Miss.NONE)
+    assert kept.fork(cache, [*text, 7], 1).hit == PrefixHit(6, Miss.NONE)
     cache, _ = jaxkv.seq_rm(cache, 2)
     refilled = edit_sequences.run_batch(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
-    assert kept.fork(refilled, [*text, 7], 1).hit == (0, Miss.OTHER_TOKENS)
+    assert kept.fork(refilled, [*text, 7], 1).hit == PrefixHit(0, Miss.OTHER_TOKENS)
 
 
 @over_kinds
@@ -129,7 +133,7 @@ def test_prefix_by_5_prompts_holds_common_tokens_once(kind):
     common = draw_tokens(16)
     server = make_server(MAKES[kind](), [5], common)
     for seq in range(5):
-        assert server.ask([*common, 20 + seq, 30], seq) == (16, Miss.NONE)
+        assert server.ask([*common, 20 + seq, 30], seq) == PrefixHit(16, Miss.NONE)
     assert server.computed == 5 * 2
     cells, each = {"states": (1, 1), "hybrid": (16 + 1, 2 + 1)}.get(kind, (16, 2))
     assert server.held == cells and server.cache.num_used_cells() == cells + 5 * each
@@ -143,24 +147,36 @@ def test_prefix_of_a_state_has_seen_the_prefix():
     server = Server(cache, PrefixStore(cache, sequences=[2]), add_tokens=write_states)
     server.ask([1, 2, 3])
     server.remember([1, 2, 3])
-    assert server.ask([1, 2, 3], 1) == (2, Miss.NONE)
-    assert server.ask([1, 2, 3, 4], 1) == (3, Miss.NONE)
+    assert server.ask([1, 2, 3], 1) == PrefixHit(2, Miss.NONE)
+    assert server.ask([1, 2, 3, 4], 1) == PrefixHit(3, Miss.NONE)
     assert list_states(server.cache, 1)[-1] == (3, state_bytes([1, 2, 3, 4], range(2)))
 
 
 # ---- the cases of ollama's runner/ollamarunner/cache_test.go, until v0.30
 
 FIND_SLOT = {  # holders; stored texts; a prompt, its match; the texts afterwards
-    "Empty": ([1, 2], [], [1], (0, Miss.UNKNOWN), [[1]]),
-    "Extend": ([1, 2, 3], [[1, 2, 3], [1, 5]], [1, 2, 3, 4], (3, Miss.NONE), None),
-    "New": ([1, 2], [[1]], [2], (0, Miss.UNKNOWN), [[1], [2]]),  # the empty one is used
+    "Empty": ([1, 2], [], [1], PrefixHit(0, Miss.UNKNOWN), [[1]]),
+    "Extend": ([1, 2, 3], [[1, 2, 3], [1, 5]], [1, 2, 3, 4], PrefixHit(3, Miss.NONE), None),
+    "New": ([1, 2], [[1]], [2], PrefixHit(0, Miss.UNKNOWN), [[1], [2]]),  # the empty one is used
     # ollama cuts the slot to [1] if no other is free. Here it is whole until it is evicted.
-    "Fork": ([3], [[1, 2]], [1, 9], (1, Miss.NONE), [[1, 9]]),
-    "Evict": ([1, 2], [[2, 3], [1]], [7, 8], (0, Miss.UNKNOWN), [[1], [7, 8]]),
+    "Fork": ([3], [[1, 2]], [1, 9], PrefixHit(1, Miss.NONE), [[1, 9]]),
+    "Evict": ([1, 2], [[2, 3], [1]], [7, 8], PrefixHit(0, Miss.UNKNOWN), [[1], [7, 8]]),
     # In ollama ties go to the lowest slot; here to the most recently used text.
-    "Equal": ([1, 2], [[1, 2, 3], [1, 2, 4]], [1, 2, 9], (2, Miss.NONE), [[1, 2, 4], [1, 2, 9]]),
-    "Used": ([1, 2], [[1, 1], [2]], [1, 3], (1, Miss.NONE), [[1, 1], [1, 3]]),
-    "exact match leaves one input": ([3], [[1, 2, 3]], [1, 2, 3], (2, Miss.NONE), [[1, 2, 3]]),
+    "Equal": (
+        [1, 2],
+        [[1, 2, 3], [1, 2, 4]],
+        [1, 2, 9],
+        PrefixHit(2, Miss.NONE),
+        [[1, 2, 4], [1, 2, 9]],
+    ),
+    "Used": ([1, 2], [[1, 1], [2]], [1, 3], PrefixHit(1, Miss.NONE), [[1, 1], [1, 3]]),
+    "exact match leaves one input": (
+        [3],
+        [[1, 2, 3]],
+        [1, 2, 3],
+        PrefixHit(2, Miss.NONE),
+        [[1, 2, 3]],
+    ),
 }
 
 
@@ -179,7 +195,11 @@ def test_prefix_needs_what_the_window_of_a_text_shows():
     server = make_server(kind.make(), [1], range(8))
     server.ask(range(20, 27))  # uses hidden cells of the holder
     server.forget()
-    found = {5: (0, Miss.CONTEXT_EVICTED), 6: (5, Miss.NONE), 9: (8, Miss.NONE)}
+    found = {
+        5: PrefixHit(0, Miss.CONTEXT_EVICTED),
+        6: PrefixHit(5, Miss.NONE),
+        9: PrefixHit(8, Miss.NONE),
+    }
     for asked, wanted in found.items():
         assert server.found([*range(8), 50][:asked]) == wanted, asked
 
@@ -187,33 +207,33 @@ def test_prefix_needs_what_the_window_of_a_text_shows():
 def test_prefix_needs_a_state_that_is_kept():
     server = make_server(make_states(max_rollback=1), [3], range(8))
     for text, wanted in [
-        (range(9), (8, Miss.NONE)),
-        (range(8), (7, Miss.NONE)),
-        (range(7), (0, Miss.NO_STATE)),
-        ([*range(7), 50, 51], (7, Miss.NONE)),
+        (range(9), PrefixHit(8, Miss.NONE)),
+        (range(8), PrefixHit(7, Miss.NONE)),
+        (range(7), PrefixHit(0, Miss.NO_STATE)),
+        ([*range(7), 50, 51], PrefixHit(7, Miss.NONE)),
     ]:
         assert server.found(text) == wanted
 
 
 def test_prefix_in_a_hybrid_needs_all_of_its_parts():
     server = make_server(make_hybrid(), [1, 2], range(8))
-    assert server.ask([*range(6), 50]) == (0, Miss.NO_STATE)
+    assert server.ask([*range(6), 50]) == PrefixHit(0, Miss.NO_STATE)
     assert server.remember(range(6)) is Miss.NO_STATE
     for texts in ((range(8), range(6)), (range(6), range(8))):
         server = make_server(make_hybrid(), [1, 2], *texts)
         assert len(server.texts) == 2  # the longer one does not replace the shorter
-    assert server.ask([*range(6), 50]) == (6, Miss.NONE)
-    assert server.ask([*range(7), 50]) == (6, Miss.NO_STATE)
-    assert server.ask([*range(8), 50]) == (8, Miss.NONE)
+    assert server.ask([*range(6), 50]) == PrefixHit(6, Miss.NONE)
+    assert server.ask([*range(7), 50]) == PrefixHit(6, Miss.NO_STATE)
+    assert server.ask([*range(8), 50]) == PrefixHit(8, Miss.NONE)
 
 
 def test_prefix_miss_has_a_reason_each_for_evicted_unknown_and_lost():
     server = make_server(POOL.make(), [3], [1, 2, 3], [5, 6])
     assert server.texts == [[5, 6]]
-    assert server.found([1, 2]) == (0, Miss.EVICTED)
-    assert server.found([4, 2]) == (0, Miss.UNKNOWN)
+    assert server.found([1, 2]) == PrefixHit(0, Miss.EVICTED)
+    assert server.found([4, 2]) == PrefixHit(0, Miss.UNKNOWN)
     server.cache = jaxkv.clear(server.cache)
-    assert server.ask([5, 6, 7]) == (0, Miss.CONTEXT_EVICTED)
+    assert server.ask([5, 6, 7]) == PrefixHit(0, Miss.CONTEXT_EVICTED)
 
 
 def test_remember_counts_shared_cells_once():
@@ -239,10 +259,10 @@ def test_remember_too_long_or_held_text_displaces_nothing():
 
 def test_remember_in_groups_prefers_holders_of_the_stream():
     server = make_server(GROUPS.make(), [1, 3], [1, 2, 3])
-    assert server.ask([1, 2, 3, 4], seq=2) == (3, Miss.NONE)  # copied
+    assert server.ask([1, 2, 3, 4], seq=2) == PrefixHit(3, Miss.NONE)  # copied
     assert server.remember([1, 2, 3], seq=2) is Miss.NONE
     assert drawing(server.cache) == "0{1} 1{1} 2{1} | 0{2,3} 1{2,3} 2{2,3} 3{2}"
-    assert server.ask([1, 2, 3], seq=0) == (2, Miss.NONE)  # shared
+    assert server.ask([1, 2, 3], seq=0) == PrefixHit(2, Miss.NONE)  # shared
     assert drawing(server.cache).startswith("0{0,1} 1{0,1} 2{1} 2{0} |")
 
 
@@ -251,7 +271,7 @@ def test_prefix_copy_without_room_is_a_miss():
     server.go_on(range(20, 28), seq=3)
     assert server.cache.table.spec.has_shared_streams
     cache, store, found = server.store.fork(server.cache, range(9), 2)
-    assert found == (0, Miss.OUT_OF_CELLS) and store is server.store
+    assert found == PrefixHit(0, Miss.OUT_OF_CELLS) and store.prompts == server.store.prompts
     assert_identical(cache, server.cache)
     small = make_server(GROUPS.make(), [1])
     small.go_on(range(8), seq=2)
@@ -268,7 +288,7 @@ def test_store_is_a_value_with_tokens_of_its_own():
     before = replace(server)
     server.ask([5, 6])
     server.remember([5, 6])
-    assert before.found([1, 2, 3, 4]) == (3, Miss.NONE)
+    assert before.found([1, 2, 3, 4]) == PrefixHit(3, Miss.NONE)
 
 
 RANDOM = {
@@ -314,4 +334,4 @@ def test_with_prompts_takes_what_a_snapshot_loads():
     cache = snapshot.load(data, into=POOL.make(), sequences={2: 3})
     store = PrefixStore(POOL.make(), sequences=[2, 3]).with_prompts({3: [1, 2, 3, 4]})
     cache, _, hit = store.fork(cache, [1, 2, 3, 5], seq=1)
-    assert hit == (3, Miss.NONE) and cache.seq_pos_max(1) == 2
+    assert hit == PrefixHit(3, Miss.NONE) and cache.seq_pos_max(1) == 2

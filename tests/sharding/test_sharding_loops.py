@@ -48,7 +48,7 @@ def after_a_store(forward, params, cache):
     store = PrefixStore(cache, sequences=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
     cache, *_ = jaxkv.prefill(forward, params, cache, batch)
-    cache, store, (_, miss) = store.store(cache, [1, 2, 3, 4], 0)
+    cache, store, (_, miss, _) = store.store(cache, [1, 2, 3, 4], 0)
     seen = [miss, store.num_used_cells(cache)]
     for seq in (0, 2):
         cache, store, found = store.fork(cache, [1, 2, 3, 4, 5, 6], seq)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,10 +17,16 @@ from jaxkv.hybrid import HybridTable
 from jaxkv.jit_helpers import jit_table
 from jaxkv.kv.cells import Cells, locate_owner_bit, sequence_positions
 from jaxkv.recurrent.states import States, first_positions, stream_of
-from jaxkv.serving.prefix_cache.prompts import MissReason
+from jaxkv.serving.prefix_cache.prompts import (
+    CachedPrompt,
+    HostPrompt,
+    MissReason,
+    PrefixHit,
+    PrefixMatch,
+)
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, Num, UInt32
+    from jaxtyping import Array, Bool, Int32, Num, UInt8, UInt32
 
     from jaxkv.kv.table import CellTable
     from jaxkv.recurrent.table import StateTable
@@ -37,15 +43,15 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
     return int(differences[0]) if differences.size else size
 
 
-def find_resumable_positions(
+def find_miss_reasons(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
-) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return a mask of the prefix lengths that can be resumed, and a `MissReason`."""
+) -> UInt8[np.ndarray, " n+1"]:
+    """Return a `MissReason` for each prefix length, NONE if the prefix can be resumed."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
-    all_parts, miss = np.ones(last + 1, bool), MissReason.NONE
-    for table in _iterate_part_tables(cache.table):
+    found = np.full(last + 1, MissReason.NONE, np.uint8)
+    for table in iterate_part_tables(cache.table):
         blocks, total = [], jnp.uint32(0)
         for start in starts:
             *block, total = _resumable_in_block(
@@ -56,23 +62,76 @@ def find_resumable_positions(
             np.concatenate(x)[: last + 1] for x in zip(*jax.device_get(blocks), strict=True)
         )
         same = np.logical_and.accumulate(np.append(True, same[:last]))
+        is_window = table.spec.max_rollback is None
         reasons = [
-            (
-                can_resume,
-                MissReason.CONTEXT_EVICTED
-                if table.spec.max_rollback is None
-                else MissReason.NO_STATE,
-            ),
+            (can_resume, MissReason.CONTEXT_EVICTED if is_window else MissReason.NO_STATE),
             (whole, MissReason.INCOMPLETE),
             (same, MissReason.OTHER_TOKENS),
         ]
         for can, reason in reasons:
-            miss = reason if miss is MissReason.NONE and not can[last] else miss
-            all_parts &= can
-    return all_parts, miss
+            found = np.where((found == MissReason.NONE) & ~can, np.uint8(reason), found)
+    return found
 
 
-def _iterate_part_tables(table: CacheTable) -> Iterator[Any]:
+def resumes_wherever(
+    reasons: UInt8[np.ndarray, " m"], other_reasons: UInt8[np.ndarray, " n"]
+) -> bool:
+    """Return whether each prefix that one prompt can resume, up to the shorter, the other can too.
+
+    The arguments are results of `find_miss_reasons`: the prefixes of `other_reasons` are resumable
+    in `reasons`.
+    """
+    size = min(reasons.size, other_reasons.size)
+    return bool(
+        np.all((reasons[:size] == MissReason.NONE) | (other_reasons[:size] != MissReason.NONE))
+    )
+
+
+def find_longest_match(
+    cache: Cache,
+    prompts: Sequence[CachedPrompt | HostPrompt],
+    evicted: Sequence[Int32[np.ndarray, " n"]],
+    tokens: Int32[np.ndarray, " n"],
+    near: Collection[int],
+) -> PrefixMatch:
+    """Return the prompt that shares the longest resumable prefix with given tokens.
+
+    Of equally long prefixes, the result is one in the cache, then one in the sequences `near`, then
+    the first.
+    """
+    begin = tokens[:-1]
+    agreeing = [(common_prefix_length(prompt.tokens, begin), prompt) for prompt in prompts]
+    agreeing = [(common, prompt) for common, prompt in agreeing if common]
+    agreeing.sort(key=lambda pair: (pair[0], *_preference(pair[1], near)), reverse=True)
+    source, best, miss = None, (0, True), MissReason.UNKNOWN  # a length, and whether in the cache
+    for i, (common, prompt) in enumerate(agreeing):
+        in_cache = isinstance(prompt, CachedPrompt)
+        if (common, in_cache) <= best:
+            break
+        reasons = (
+            find_miss_reasons(cache, prompt.sequence, prompt.tokens[:common])
+            if isinstance(prompt, CachedPrompt)
+            else prompt.miss_reasons[: common + 1]
+        )
+        miss = MissReason(reasons[-1]) if i == 0 else miss  # at the longest common prefix
+        furthest = int(np.flatnonzero(reasons == MissReason.NONE)[-1])
+        if (furthest, in_cache) > best:
+            source, best = prompt, (furthest, in_cache)
+    longest = agreeing[0][0] if agreeing else 0
+    if best[0] == longest > 0:
+        miss = MissReason.NONE
+    if max((common_prefix_length(text, begin) for text in evicted), default=0) > longest:
+        miss = MissReason.EVICTED
+    return PrefixMatch(source, PrefixHit(best[0], miss, isinstance(source, HostPrompt)))
+
+
+def _preference(prompt: CachedPrompt | HostPrompt, near: Collection[int]) -> tuple[bool, bool]:
+    in_cache = isinstance(prompt, CachedPrompt)
+    return in_cache, in_cache and prompt.sequence in near
+
+
+def iterate_part_tables(table: CacheTable) -> Iterator[Any]:
+    """Yield the tables of all parts of a hybrid table, or another table itself."""
     yield from table.parts if isinstance(table, HybridTable) else [table]
 
 

@@ -7,24 +7,40 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxkv.api.edits import seq_cp, seq_keep, seq_rm
-from jaxkv.cache import Cache, split
-from jaxkv.core.array_utils import is_concrete
+from jaxkv.api.insert import insert
+from jaxkv.cache import Cache
 from jaxkv.core.constants import END
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.jit_helpers import jit_table
-from jaxkv.serving.prefix_cache.matching import common_prefix_length, find_resumable_positions
-from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit, PrefixMatch
-from jaxkv.spec import TableSpec, check_distinct
+from jaxkv.serving.copies import can_copy, can_insert, check_host_bytes, warm_up_copies
+from jaxkv.serving.prefix_cache.arguments import (
+    check_prompt,
+    check_sequences,
+    spec_of_concrete,
+)
+from jaxkv.serving.prefix_cache.host_prompts import HostPrompts, move_to_end
+from jaxkv.serving.prefix_cache.matching import (
+    common_prefix_length,
+    find_longest_match,
+    find_miss_reasons,
+    resumes_wherever,
+)
+from jaxkv.serving.prefix_cache.prompts import (
+    CachedPrompt,
+    HostPrompt,
+    MissReason,
+    PrefixHit,
+    PrefixMatch,
+    PrefixStats,
+)
+from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
+    from jaxtyping import Int32
 
     from jaxkv.core.types import Id, Ids
-    from jaxkv.table import CacheTable
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -41,8 +57,13 @@ class PrefixStore:
     to each image or other model input. Methods raise a ValueError if a cache is traced, or has
     another spec than the store.
 
-    prompts: The stored prompts, least recently used first.
-    evicted: Tokens of the last `len(sequences)` evicted prompts, most recently evicted last.
+    With `host_bytes`, an evicted prompt moves to host memory, and `fork` copies it back. An earlier
+    store still has its own prompts in host memory.
+
+    prompts: The stored prompts in the cache, least recently used first.
+    evicted: Tokens of the last `len(sequences)` prompts that were evicted and are not in host
+      memory, most recently evicted last.
+    stats: Counts of hits, misses and evictions (`PrefixStats`).
 
     llama.cpp: `cache_prompt` of the server.
     """
@@ -51,54 +72,72 @@ class PrefixStore:
     cells: int
     prompts: tuple[CachedPrompt, ...]
     evicted: tuple[Int32[np.ndarray, " n"], ...]
+    stats: PrefixStats
+    _host: HostPrompts
     _spec: TableSpec
 
-    def __init__(self, cache: Cache, *, sequences: Iterable[int], cells: int | None = None):
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        sequences: Iterable[int],
+        cells: int | None = None,
+        host_bytes: int | None = None,
+    ):
         """Make an empty store.
 
         Args:
           cache: A cache; later calls require caches of the same spec.
           sequences: Ids of empty sequences for the store, preferably some from each stream.
           cells: Maximum number of cells of the store; by default no limit. Shared cells count once.
+          host_bytes: Maximum number of bytes of evicted prompts in host memory; by default, evicted
+            prompts are dropped. If the limit is exceeded, the least recently used prompts in host
+            memory are dropped. Their memory is free once no earlier store refers to them.
 
         Raises:
           ValueError: If no sequence id is given, or an id is repeated or not in the cache.
-          ValueError: If one of the sequences is not empty, or the number of cells is below 1.
+          ValueError: If one of the sequences is not empty, or a limit is below 1.
           ValueError: If the cache is traced or has a part for encoder sources.
         """
-        spec = _spec_of(cache)
+        spec = spec_of_concrete(cache)
         if spec.has_cross_attention:
             raise ValueError(
                 "expected a cache without cross-attention, got such layers; fork a sequence with "
                 "the same encoder source (seq_cp)"
             )
-        if not isinstance(sequences, np.ndarray | jax.Array):
-            sequences = list(sequences) if isinstance(sequences, Iterable) else sequences
-        ids = np.atleast_1d(spec.sequence_ids(sequences))
-        check_distinct(ids)
-        if ids.ndim > 1 or not ids.size:
-            raise ValueError(f"expected one sequence or more, got {sequences}; pass some ids")
-        full = ids[np.asarray(cache.seq_pos_max(ids)) >= 0]
-        if full.size:
-            raise ValueError(
-                f"expected sequences that hold nothing, got {full.tolist()} with tokens; remove "
-                f"them (seq_rm), or pass others"
-            )
         self._set_fields(
-            sequences=tuple(ids.tolist()),
+            sequences=check_sequences(cache, sequences),
             cells=END if cells is None else check_count(cells, "cells"),
             prompts=(),
             evicted=(),
+            stats=PrefixStats(),
+            _host=HostPrompts(max_bytes=check_host_bytes(host_bytes)),
             _spec=spec,
         )
 
     def __repr__(self) -> str:
         tokens = sum(prompt.tokens.size for prompt in self.prompts)
         limit = f", at most {self.cells} cells" if self.cells < END else ""
+        host = f", {self._host}" if self.host_bytes else ""
         return (
             f"PrefixStore({len(self.prompts)} prompts of {tokens} tokens, "
-            f"{len(self.sequences)} sequences{limit})"
+            f"{len(self.sequences)} sequences{limit}{host})"
         )
+
+    @property
+    def all_prompts(self) -> tuple[CachedPrompt | HostPrompt, ...]:
+        """All prompts, first those in host memory; in each memory least recently used first."""
+        return (*self._host.prompts, *self.prompts)
+
+    @property
+    def host_bytes(self) -> int:
+        """Maximum number of bytes of prompts in host memory; 0 if prompts do not move there."""
+        return self._host.max_bytes
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Number of bytes of host memory that the store uses."""
+        return self._host.num_bytes
 
     def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Fork the longest stored prefix of a prompt into a sequence.
@@ -106,8 +145,10 @@ class PrefixStore:
         After the fork, the sequence contains only the first `hit.length` tokens of the prompt.
         Compute the rest of the prompt next. The last token of the prompt is never forked, since
         logits are not stored. If several prefixes are equally long, a prefix in the stream of `seq`
-        is preferred. If a copy from another stream does not fit, `hit.length` is 0, and the
-        sequence is empty.
+        is preferred, and a prefix in host memory comes last. A prompt in host memory is copied to a
+        sequence of the store, if necessary in place of the least recently used prompt, so that
+        later forks share its cells. If it does not fit, the prefix is copied to `seq` alone. If no
+        copy fits, `hit.length` is 0, and the sequence is empty.
 
         Args:
           cache: The cache of the store.
@@ -117,7 +158,8 @@ class PrefixStore:
 
         Returns:
           The next `cache` and `store`, and `hit`: `hit.length` is the number of forked tokens, an
-          int, and `hit.miss` is the `MissReason` why not more tokens were forked.
+          int, `hit.miss` is the `MissReason` why not more tokens were forked, and `hit.from_host`
+          is True if the prefix was in host memory.
 
         Raises:
           ValueError: If no token is given, or the sequence is in the store or not in the cache.
@@ -134,6 +176,16 @@ class PrefixStore:
           >>> cache, store = store.evict(cache, cells=0)
           >>> store.fork(cache, [1, 2, 9], seq=1).hit.miss.name
           'EVICTED'
+
+          With host memory, the evicted prompt comes back:
+
+          >>> store = serving.PrefixStore(cache, sequences=[2], host_bytes=1000)
+          >>> cache, store, _ = store.store(cache, [1, 2, 3], seq=0)
+          >>> cache, store = store.evict(cache, cells=0)
+          >>> store.stats.moved_to_host, store.num_host_bytes
+          (1, 64)
+          >>> store.fork(cache, [1, 2, 9], seq=1).hit
+          PrefixHit(length=2, miss=<MissReason.NONE: 0>, from_host=True)
         """
         text, to = self._check_tokens(cache, tokens, seq)
         return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
@@ -172,21 +224,20 @@ class PrefixStore:
                 f"expected a sequence that holds these {text.size} tokens, got sequence {source} "
                 f"with {end}; compute them first (prefill)"
             )
-        resumable_here, whole = find_resumable_positions(cache, source, text)
-        if whole is not MissReason.NONE:
-            return PrefixResult(cache, self, PrefixHit(0, whole))
+        here = find_miss_reasons(cache, source, text)
+        if here[-1] != MissReason.NONE:
+            return PrefixResult(cache, self, PrefixHit(0, MissReason(here[-1])))
         prompt = CachedPrompt(sequence=source, tokens=text)
         sequences, others = self._sequences_in_stream(source), self
         for past in [past for past in self.prompts if past.sequence in sequences]:
             common = common_prefix_length(text, past.tokens)
             if common < min(text.size, past.tokens.size):
                 continue
-            resumable_there, _ = find_resumable_positions(cache, past.sequence, past.tokens)
-            both = slice(0, common + 1)
-            if common == text.size and np.all(resumable_there[both] | ~resumable_here[both]):
+            there = find_miss_reasons(cache, past.sequence, past.tokens)
+            if common == text.size and resumes_wherever(there, here):
                 hit = PrefixHit(text.size, MissReason.NONE)
                 return PrefixResult(cache, self.touch(past), hit)
-            if common == past.tokens.size and np.all(resumable_here[both] | ~resumable_there[both]):
+            if common == past.tokens.size and resumes_wherever(here, there):
                 others, sequences = self._without_prompt(past), (past.sequence,)
                 break
         kept = others._fork_into_store(cache, prompt, sequences, donate)
@@ -195,7 +246,8 @@ class PrefixStore:
     def evict(self, cache: Cache, *, cells: int) -> EvictResult:
         """Evict the least recently used prompts until the store uses at most `cells` cells.
 
-        Cells that are shared with sequences outside of the store stay in use.
+        With `host_bytes`, evicted prompts move to host memory. Cells that are shared with sequences
+        outside of the store stay in use.
 
         Args:
           cache: The cache of the store.
@@ -226,6 +278,8 @@ class PrefixStore:
     def with_prompts(self, prompts: Mapping[int, Ids]) -> PrefixStore:
         """Return a store with the given prompts, such as the prompts of a snapshot.
 
+        The new store has no prompts in host memory.
+
         Args:
           prompts: Tokens `[n]` of each prompt by sequence id, least recently used first. They are
             not compared with a cache.
@@ -242,14 +296,18 @@ class PrefixStore:
             CachedPrompt(sequence=seq, tokens=np.array(check_int32(tokens, "tokens"), np.int32))
             for seq, tokens in prompts.items()
         ]
-        return self._replace_fields(prompts=tuple(cached), evicted=())
+        return self._replace_fields(
+            prompts=tuple(cached), evicted=(), _host=HostPrompts(max_bytes=self.host_bytes)
+        )
 
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
         To compile copies within a stream, the stream of the first store sequence must have an empty
         sequence outside of the store. To compile copies between streams, another stream must have
-        an empty sequence outside of the store.
+        an empty sequence outside of the store. Copies from host memory need one of these sequences.
+        They commit the cache to its devices, and JAX compiles programs again for committed arrays,
+        so compile other programs later, with the returned cache.
 
         Args:
           cache: The cache of the store.
@@ -258,64 +316,48 @@ class PrefixStore:
         self.num_used_cells(cache)
         first_seq, per_stream = self.sequences[0], self._spec.sequences_per_stream
         others = [seq for seq in range(self._spec.sequences) if seq not in self.sequences]
-        find_resumable_positions(cache, first_seq, np.zeros(0, np.int32))
+        find_miss_reasons(cache, first_seq, np.zeros(0, np.int32))
         seq_rm(seq_keep(cache, first_seq).cache, first_seq, 0)
         empty = [seq for seq in others if int(cache.seq_pos_max(seq)) < 0]
         for seq in {seq // per_stream == first_seq // per_stream: seq for seq in empty}.values():
-            _can_copy(cache, first_seq, seq, 0)
+            can_copy(cache, first_seq, seq, 0)
             cache, _ = seq_cp(cache, first_seq, seq, 0, 0, donate=donate)
+        if self.host_bytes and empty:
+            cache = warm_up_copies(cache, empty[0], donate=donate)
         return cache
 
     def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
         """Return the stored prompt that shares the longest resumable prefix with given tokens."""
-        sequences = self._sequences_in_stream(seq)
-        agreeing = [
-            (common_prefix_length(prompt.tokens, tokens[:-1]), prompt)
-            for prompt in reversed(self.prompts)
-        ]
-        agreeing = [(common, prompt) for common, prompt in agreeing if common]
-        agreeing.sort(key=lambda pair: (pair[0], pair[1].sequence in sequences), reverse=True)
-        source, best, miss = None, 0, MissReason.UNKNOWN
-        for i, (common, prompt) in enumerate(agreeing):
-            if common <= best:
-                break
-            can_resume, why = find_resumable_positions(
-                cache, prompt.sequence, prompt.tokens[:common]
-            )
-            miss = why if i == 0 else miss  # the reason at the longest common prefix
-            if (furthest := int(np.flatnonzero(can_resume)[-1])) > best:
-                source, best = prompt, furthest
-        longest = agreeing[0][0] if agreeing else 0
-        if best == longest > 0:
-            miss = MissReason.NONE
-        once = max((common_prefix_length(text, tokens[:-1]) for text in self.evicted), default=0)
-        if once > longest:
-            miss = MissReason.EVICTED
-        return PrefixMatch(source, PrefixHit(best, miss))
+        near = self._sequences_in_stream(seq)
+        return find_longest_match(cache, self.all_prompts[::-1], self.evicted, tokens, near)
 
     def fork_match(
         self, cache: Cache, match: PrefixMatch, seq: int, *, donate: bool
     ) -> PrefixResult:
         """Replace the tokens of a sequence by the prefix that `longest_match` found."""
-        (source, hit), (cache, _) = match, seq_rm(cache, seq)
-        if source is None:
-            return PrefixResult(cache, self, hit)
-        if not _can_copy(cache, source.sequence, seq, hit.length):
-            return PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
-        cache, _ = seq_cp(cache, source.sequence, seq, 0, hit.length, donate=donate)
-        return PrefixResult(cache, self.touch(source), hit)
+        (source, hit), (cache, _), store = match, seq_rm(cache, seq), self
+        if isinstance(source, HostPrompt):
+            cache, store, hit = self._fork_from_host(cache, source, hit, seq, donate)
+        elif source is not None:
+            cache, store, hit = self._fork_from_sequence(cache, source, hit, seq, donate)
+        return PrefixResult(cache, store._replace_fields(stats=store.stats.add_fork(hit)), hit)
 
-    def touch(self, prompt: CachedPrompt) -> PrefixStore:
+    def touch(self, prompt: CachedPrompt | HostPrompt) -> PrefixStore:
         """Return a store that lists a prompt as most recently used, if the prompt is stored."""
-        if not any(past is prompt for past in self.prompts):
-            return self
-        return self._replace_fields(prompts=(*self._without_prompt(prompt).prompts, prompt))
+        prompts = move_to_end(self.prompts, prompt)
+        return self._replace_fields(prompts=prompts, _host=self._host.touch(prompt))
 
     def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> EvictResult:
-        """Empty the sequence of a prompt, and add the tokens of the prompt to `evicted`."""
+        """Empty the sequence of a prompt: move the prompt to host memory, or drop it."""
+        host, dropped = self._host.add(cache, prompt)
         cache, _ = seq_rm(cache, prompt.sequence)
-        evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
-        return EvictResult(cache, self._without_prompt(prompt)._replace_fields(evicted=evicted))
+        is_moved = not any(tokens is prompt.tokens for tokens in dropped)
+        store = self._without_prompt(prompt)._replace_fields(
+            evicted=(*self.evicted, *dropped)[-len(self.sequences) :],
+            stats=self.stats.add_eviction(moved_to_host=is_moved, dropped=len(dropped)),
+            _host=host,
+        )
+        return EvictResult(cache, store)
 
     def _set_fields(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -339,6 +381,44 @@ class PrefixStore:
         )
         return near or self.sequences
 
+    def _choose_sequence(self, sequences: tuple[int, ...]) -> tuple[int, CachedPrompt | None]:
+        """Return an empty sequence; if none, that of the least recently used prompt, with this."""
+        by_sequence = {past.sequence: past for past in self.prompts}
+        free = [seq for seq in sequences if seq not in by_sequence]
+        seq = free[0] if free else next(seq for seq in by_sequence if seq in sequences)
+        return seq, by_sequence.get(seq)
+
+    def _fork_from_sequence(
+        self, cache: Cache, source: CachedPrompt, hit: PrefixHit, seq: int, donate: bool
+    ) -> PrefixResult:
+        """Fork the first tokens of a prompt into an empty sequence."""
+        if not can_copy(cache, source.sequence, seq, hit.length):
+            return PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
+        cache, _ = seq_cp(cache, source.sequence, seq, 0, hit.length, donate=donate)
+        return PrefixResult(cache, self.touch(source), hit)
+
+    def _fork_from_host(
+        self, cache: Cache, source: HostPrompt, hit: PrefixHit, seq: int, donate: bool
+    ) -> PrefixResult:
+        """Move a prompt from host memory to the store and fork it; if it does not fit, copy it."""
+        store, (target, past) = self, self._choose_sequence(self._sequences_in_stream(seq))
+        if can_insert(cache, source.cache, target):
+            store = self._replace_fields(_host=self._host.without(source))
+            if past:
+                cache, store = store.evict_prompt(cache, past)
+            cache, _ = insert(cache, source.cache, 0, target, donate=donate)
+            prompt = CachedPrompt(sequence=target, tokens=source.tokens)
+            store = store._replace_fields(prompts=(*store.prompts, prompt))
+            cache, store, forked = store._fork_from_sequence(cache, prompt, hit, seq, donate)
+            cache, store = store.evict(cache, cells=self.cells)
+            if forked.length:
+                return PrefixResult(cache, store, hit)
+        begin, _ = seq_rm(source.cache, 0, hit.length)
+        if not can_insert(cache, begin, seq):
+            return PrefixResult(cache, store, PrefixHit(0, MissReason.OUT_OF_CELLS))
+        cache, _ = insert(cache, begin, 0, seq, donate=donate)
+        return PrefixResult(cache, store.touch(source), hit)
+
     def _fork_into_store(
         self, cache: Cache, prompt: CachedPrompt, sequences: tuple[int, ...], donate: bool
     ) -> PrefixResult | None:
@@ -347,15 +427,13 @@ class PrefixStore:
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
         if int(alone.num_used_cells()) > self.cells:
             return None
-        store, by_sequence = self, {past.sequence: past for past in self.prompts}
-        free = [seq for seq in sequences if seq not in by_sequence]
-        seq = free[0] if free else next(seq for seq in by_sequence if seq in sequences)
-        if not free:
-            cache, store = store.evict_prompt(cache, by_sequence[seq])
-        cache, _ = seq_rm(cache, seq)
-        if not _can_copy(cache, prompt.sequence, seq, size):
+        store, (seq, past) = self, self._choose_sequence(sequences)
+        emptied, _ = seq_rm(cache, seq)
+        if not can_copy(emptied, prompt.sequence, seq, size):
             return None
-        cache, _ = seq_cp(cache, prompt.sequence, seq, 0, size, donate=donate)
+        if past:
+            _, store = store.evict_prompt(cache, past)
+        cache, _ = seq_cp(emptied, prompt.sequence, seq, 0, size, donate=donate)
         kept = CachedPrompt(sequence=seq, tokens=prompt.tokens)
         cache, store = store._replace_fields(prompts=(*store.prompts, kept)).evict(
             cache, cells=self.cells
@@ -372,16 +450,10 @@ class PrefixStore:
                 f"expected a sequence outside of the store, got {source}; pass one not in "
                 f"{self.sequences}"
             )
-        prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy for the store
-        if prompt.ndim != 1 or not prompt.size:
-            raise ValueError(
-                f"expected tokens [n] of one prompt of at least one token, got the shape "
-                f"{prompt.shape}; pass one list of token ids"
-            )
-        return prompt, source
+        return check_prompt(tokens), source
 
     def _check_made_for(self, cache: Cache) -> None:
-        if _spec_of(cache) != self._spec:
+        if spec_of_concrete(cache) != self._spec:
             raise ValueError(
                 "expected the cache that the store was made for, or one of its spec, got another; "
                 "make a store for this one, PrefixStore(cache, sequences=...)"
@@ -401,24 +473,3 @@ class EvictResult(NamedTuple):
 
     cache: Cache
     store: PrefixStore
-
-
-def _spec_of(cache: Cache) -> TableSpec:
-    table, _ = split(cache)
-    if not is_concrete(table):
-        raise ValueError(
-            "expected a cache outside of jit, since a store is a value of the host, got a traced "
-            "one; call the store between jitted steps"
-        )
-    return table.spec
-
-
-def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
-    """Return whether `seq_cp` can copy positions 0 to `stop - 1`."""
-    return _table_can_copy(cache.table, *map(np.int32, (src, dst, 0, stop)))
-
-
-@jit_table
-def _table_can_copy(table: CacheTable, *args: Int32[Array, ""]) -> Bool[Array, ""]:
-    check, _ = table.can_seq_cp(*args)
-    return check.ok
