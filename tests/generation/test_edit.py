@@ -105,7 +105,9 @@ def test_forward_without_aux_gives_none_to_the_edit():
 
 
 @pytest.mark.parametrize(
-    "edit", [lambda cache, aux: jaxkv.seq_rm(cache, 0), lambda cache, aux: make(cells=8)], ids=str
+    "edit",
+    [lambda cache, aux: jaxkv.seq_rm(cache, 0), lambda cache, aux: make(cells=8)],
+    ids=["a result", "other sizes"],
 )
 def test_edit_that_returns_no_cache_of_these_sizes_raises(edit):
     with pytest.raises(TypeError, match="expected the edited cache from edit, got"):
