@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import Ids
 
 
-def insert(
-    cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = False
-) -> EditResult:
+def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = False) -> EditResult:
     """Copy sequences of another cache into a cache, such as a conversation from host memory.
 
     Sequence `dst[i]` of `cache` is replaced by sequence `src[i]` of `source`, with its pending
