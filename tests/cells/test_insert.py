@@ -284,7 +284,7 @@ def test_insert_donating_keeps_both_caches_if_it_shares_buffers():
     cache = jax.tree.map(jnp.copy, fill_cache(3, 2))
     past = cache
     cache = jaxkv.seq_rm(cache, 0, 1).cache  # has the buffers of `past`
-    with pytest.raises(ValueError, match="^expected a source with its own buffers, got"):
+    with pytest.raises(ValueError, match="expected a source with its own buffers, got"):
         insert(cache, past, 0, 2, donate=True)
     assert_identical(past, fill_cache(3, 2))
     kept = extract(past, 0, cells=4).check()

@@ -64,9 +64,8 @@ def test_insert_on_mesh_and_from_another_mesh_equals_one_device(name, mode):
             assert_same(found, wanted)
             for new, old in zip(*map(jax.tree.leaves, (found, on_second)), strict=True):
                 assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
-        refused = insert(found, found, [0, 0, 0, 0], [0, 1, 2, 3])
-        alone = insert(wanted, wanted, [0, 0, 0, 0], [0, 1, 2, 3])
-        assert_same(refused.cache, alone.cache)
+        full = insert(found, away, 1, 3)
+        assert_same(full, insert(wanted, away, 1, 3))
     assert_same(insert(cache, away_on_first, [1, 2, 0], [1, 0, 2]).cache, wanted)
 
 
