@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
@@ -59,7 +59,8 @@ class CopyDemand(NamedTuple):
         return jnp.all(self.demand <= self.capacity)
 
 
-class CopyPlan(NamedTuple, Generic[C]):
+@dataclass(frozen=True)
+class CopyPlan(Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
     base: Table with the new owners of shared cells, but without the tokens to copy.
@@ -108,11 +109,11 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
 
 def with_copies(cells: C, source: Cells, transfer: CopyPlan[C]) -> C:
     """Apply a plan of copies from the table `source`, if each stream has enough cells."""
-    base, new_cells, origin, slots, need = transfer
-    is_filled = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
-    slots = jnp.where(is_filled, slots, out_of_range_slots(slots))
+    ok = transfer.need.ok
+    is_filled = jnp.arange(cells.num_cells)[None] < transfer.num_copied[:, None]
+    slots = jnp.where(is_filled, transfer.slots, out_of_range_slots(transfer.slots))
     # A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
-    stream, _ = divmod_nonnegative(origin, source.num_cells)
+    stream, _ = divmod_nonnegative(transfer.origin, source.num_cells)
     is_source = (stream[..., None] == jnp.arange(source.streams)[None, None]) & is_filled[..., None]
     is_source = jnp.any(is_source, axis=1)  # [S, S'], target and source
     incomplete, of_source = (
@@ -121,8 +122,8 @@ def with_copies(cells: C, source: Cells, transfer: CopyPlan[C]) -> C:
     )
     if incomplete is not None and of_source is not None:
         incomplete = jnp.any(is_source[..., None] & of_source[None], axis=1)
-    filled = map_streams(base, mark_used, slots, new_cells, incomplete)
-    return jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
+    filled = map_streams(transfer.base, mark_used, slots, transfer.new_cells, incomplete)
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), filled, cells)
 
 
 def _copy_planned_cells(
