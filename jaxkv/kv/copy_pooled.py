@@ -161,7 +161,7 @@ def places_of_chunk(
     i: Int32[Array, ""],
     origin: Int32[Array, "S N"],
     slots: Int32[Array, "S N"],
-    num_copied: Int32[Array, " S"],
+    num_copied: Int32[Array, " _"],
 ) -> tuple[Place, Place]:
     """Return source and target of each copy of chunk i, for a source of `source_cells` cells."""
     # Copies are numbered over all streams; stream s has the numbers from `ends[s - 1]` up to
