@@ -10,8 +10,9 @@ import pytest
 
 import jaxkv
 from jaxkv.core.array_utils import nbytes
-from jaxkv.serving import PrefixStore, swapping
+from jaxkv.serving import MissReason, PrefixStore, swapping
 from jaxkv.serving.engine import Engine, FinishReason, Request
+from jaxkv.serving.prefix_cache.prompts import PrefixHit
 from models.compiling import counting
 from tests.generation.tiny import load_tiny
 from tests.helpers.caches import Kind
@@ -71,7 +72,9 @@ GROUPS = replace(servers.GROUPS, cells=30, windows=(None, jaxkv.Window.sliding(4
 SWAPS = [(POOL, 10**6), (POOL, 24 * CELL), (GROUPS, 10**6)]
 
 
-@pytest.mark.parametrize(("kind", "limit"), mark_cases(SWAPS, fast=SWAPS[:1], core=SWAPS[1:2]), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "limit"), mark_cases(SWAPS, fast=SWAPS[:1], core=SWAPS[1:2]), ids=str
+)
 def test_swapped_requests_are_as_alone_within_the_limit(kind, limit):
     requests, computed = make_requests(), {}
     for host_bytes in (None, limit):
@@ -135,6 +138,16 @@ def preempt_one(**options):
     return engine, engine._schedule._waiting[0]
 
 
+def test_swapped_requests_share_the_limit():
+    engine, state = preempt_one()
+    swapper, (other,) = engine._swapper, engine._schedule.running_requests
+    used, size = swapped_bytes(engine), 32 * CELL
+    for limit, fits in ((used + size, True), (used + size - 1, False)):
+        swapper._max_bytes, other.swapped = limit, None
+        swapper.swap_out(other, [state, other], 0)
+        assert (other.swapped is not None) == fits
+
+
 def test_cancelled_request_frees_its_host_memory():
     engine, state = preempt_one()
     tokens, copied = list(state.tokens), weakref.ref(state.swapped)
@@ -167,7 +180,25 @@ def test_swapped_request_keeps_the_prefix_hit_of_its_prompt():
     requests = [Request(prompt=[*prompt, i], max_new_tokens=24, tag=i) for i in range(2)]
     results, most = run_all(engine, requests)
     assert most > 0 and [result.prefix_hit.length for result in results] == [8, 8]
+    assert engine.prefix_store.stats.hits == 2  # none for the swapped request
     servers.assert_as_alone(results, requests, stop_tokens=())
+    servers.assert_only_kept(engine)
+
+
+def test_prompt_from_host_leaves_the_reserved_cells_free():
+    """It has 20 tokens, of which the request shares 6; both need more cells than there are."""
+    store = PrefixStore(cache := POOL.make(), sequences=[4], host_bytes=10**6)
+    options = dict(stop_tokens=(), prefill_chunk=8, prefix_store=store)
+    engine, text = Engine(servers.forward, None, cache, **options), draw_tokens(20, 1)
+    for prompt in (text, draw_tokens(20, 2)):
+        servers.run_prompt(engine, prompt)
+    engine.submit(request := Request(prompt=[*text[:6], 1], max_new_tokens=16))
+    engine._schedule.admit()
+    assert servers.count_placed(engine) == 1 and engine._schedule._has_enough_cells(0)
+    assert not servers.stored_texts(engine)
+    (result,) = engine.results()
+    assert result.prefix_hit == PrefixHit(6, MissReason.NONE, True)
+    servers.assert_as_alone([result], [request], stop_tokens=())
     servers.assert_only_kept(engine)
 
 
