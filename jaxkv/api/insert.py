@@ -120,7 +120,7 @@ def extract(cache: Cache, sequences: Ids, *, cells: int) -> EditResult:
 
     Raises:
       ValueError: If a concrete id is not from 0 to Q - 1, or `sequences` is empty or nested.
-      ValueError: If `cells` is not from 1 to 2**30 - 1, or a mesh that splits cells cannot split it.
+      ValueError: If `cells` is not from 1 to 2**30 - 1, or the mesh cannot split the cells evenly.
       ValueError: If the cache was donated.
 
     Examples:

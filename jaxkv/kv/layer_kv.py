@@ -103,7 +103,8 @@ class LayerKV:
 
     def write(self, streams: Int32[Array, " R"], slots: Int32[Array, "R T"], new: NewKV) -> LayerKV:
         """Write the keys and values of a ubatch; skip slots past the last cell."""
-        return self.put(self.encode(new), lambda x, y: scatter(x, streams[:, None], slots, y))
+        streams = streams[:, None]
+        return self.put(self.encode(new), lambda x, rows: scatter(x, streams, slots, rows))
 
     def put(self, new: LayerKV, scatter: Callable[[Any, jax.Array], Any]) -> LayerKV:
         """Write keys and values of the form of this layer, by a function for each array."""
