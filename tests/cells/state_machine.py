@@ -189,13 +189,13 @@ class Machine(RuleBasedStateMachine):
         with self.only(*pairs):
             self.twin.edit("seq_select", [*pairs.values()], [*pairs])
 
-    @rule(numbers=two, others=two, few=st.booleans(), earlier=st.booleans())
-    def travel(self, numbers: list[int], others: list[int], few: bool, earlier: bool) -> None:
+    @rule(parents=two, numbers=two, few=st.booleans(), earlier=st.booleans())
+    def travel(self, parents: list[int], numbers: list[int], few: bool, earlier: bool) -> None:
         """Extract two sequences, and insert them, or two that were extracted earlier."""
-        away, ok = self.twin.extract([*map(self.seq, numbers)], cells=6 if few else 20)
+        away, ok = self.twin.extract([*map(self.seq, parents)], cells=6 if few else 20)
         if ok and (self.away is None or not earlier):
             self.away = away
-        one, other = map(self.seq, others)
+        one, other = map(self.seq, numbers)
         if self.away is not None and one != other:
             with self.only(one, other):
                 self.twin.insert(self.away, [0, 1], [one, other])

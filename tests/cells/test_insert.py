@@ -69,9 +69,9 @@ PAIRS = {
     "hybrid to streams": (HYBRID | {"kept": 2}, HYBRID | IN_PAIRS | {"kept": 1, "cells": 12}),
     "streams to hybrid": (HYBRID | IN_PAIRS | {"kept": 0}, HYBRID | {"kept": 0}),
 }
-FAST = ["one stream to two"]
-CORE = ["striped window of two streams to one", "rows of heads to stacked", "hybrid to streams"]
-CORE += ["codes to rows of codes", "states to fewer states", "full and window to tiles"]
+FAST = ["two streams to one for each"]
+CORE = ["one stream to two", "striped window of two streams to one", "hybrid to streams"]
+CORE += ["rows of heads to stacked", "codes to rows of codes", "states to fewer states"]
 
 
 def make_twin(kind):
