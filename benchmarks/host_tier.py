@@ -91,7 +91,7 @@ def conversations(count: int, host_bytes: int | None) -> tuple[int, serving.Pref
 
 def preempted(model: models.Model, host_bytes: int | None) -> Callable[[], float]:
     """A side: eight requests of 256 tokens, in cells for four of them."""
-    prompt, answer, count = 192, 64, 8
+    prompt, answer, count = 64, 192, 8
     cache = model.make_cache(cells=count * (prompt + answer) // 2, sequences=count)
     options = {"reserve": False, "sampling_options": (), "host_bytes": host_bytes}
     engine = serving.Engine(model.forward, model.params, cache, **options)
