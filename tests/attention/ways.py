@@ -27,7 +27,7 @@ def attend_masks(q, k, v, visibility, options):
 def attend(q, k, v, visibility, options, implementation=None):
     """Attend from each list of queries to the stream of the list."""
     values = v if isinstance(v, ValueSlice) else v.shape[3]
-    layer_kv = make_layer_kv(k, v, HeadSizes(k.shape[1], k.shape[3], values), 1)
+    layer_kv = make_layer_kv(k, v, HeadSizes(k.shape[1], k.shape[3], values))
     return dispatch.finalize(layer_kv.attend(q, visibility, options, implementation), q, options)
 
 
