@@ -34,7 +34,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(jax|np|numpy|collections|os|typing)\..*"),
     ("py:class", r".*(?:tuple|Mapping)\[.*"),  # Sphinx cannot read dots, and no shapes
     # Names in annotations of shapes, and private types in signatures.
-    ("py:class", r"\w+"),
+    ("py:class", r"\w+|jaxlib\._jax\.Device"),
     ("py:class", r"jaxkv\.(draw|generation|ops|rope|serving|sharding|snapshot|spec|table)\..*"),
 ]
 napoleon_attr_annotations = False  # docstrings have shapes and dtypes

@@ -100,8 +100,8 @@ def insert_unwritten(cache, src, dst):
     return jaxkv.insert(cache, unwritten(), src, dst)
 
 
-def insert_six(cache, src, dst):
-    return jaxkv.insert(cache, six(), src, dst)
+def insert_six(cache, src, dst, source=six()):
+    return jaxkv.insert(cache, source, src, dst)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ SIZES = dict(layers=1, kv_heads=1, head_dim=1, rope=None)
 make = partial(attention_cache, cells=16, sequences=2, **SIZES)
 MODEL = table_model, jnp.eye(16)
 # These take no lists, or the result of a call above.
-OTHERS = """attend clear rewind init_full init_update generate model_step
+OTHERS = """attend clear evict extract insert rewind init_full init_update generate model_step
 read_kv read_states save show warm_up write_kv write_states"""
 
 

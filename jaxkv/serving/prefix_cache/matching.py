@@ -90,8 +90,8 @@ def resumes_wherever(
 def find_longest_match(
     cache: Cache,
     prompts: Sequence[CachedPrompt | HostPrompt],
-    evicted: Sequence[Int32[np.ndarray, " n"]],
-    tokens: Int32[np.ndarray, " n"],
+    evicted: Sequence[Int32[np.ndarray, " _"]],
+    tokens: Int32[np.ndarray, " _"],
     near: Collection[int],
 ) -> PrefixMatch:
     """Return the prompt that shares the longest resumable prefix with given tokens.
