@@ -25,6 +25,9 @@ def six():
     return parse_cache("0{0} 1{0} 2{0} 3{0} 4{0} 5{0}", SMALL)
 
 
+SIX = six()
+
+
 @functools.cache
 def evicted():
     """Sequence 0 has tokens up to position 9; those below 4 are evicted. The window has width 4."""
@@ -100,8 +103,8 @@ def insert_unwritten(cache, src, dst):
     return jaxkv.insert(cache, unwritten(), src, dst)
 
 
-def insert_six(cache, src, dst, source=six()):
-    return jaxkv.insert(cache, source, src, dst)
+def insert_six(cache, src, dst):
+    return jaxkv.insert(cache, SIX, src, dst)
 
 
 @functools.cache
