@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FLOPS_PER_BYTE = {"cpu": 150, "gpu": 24_000, "tpu": 24_000}
 """Operations that a device computes while it copies a byte to host memory and back, by platform.
 
-CPU: 100 GFLOP/s and 1.3 GB/s out and in together, on two cores. GPU: 300 TFLOP/s, and 25 GB/s of
+CPU: 100 GFLOP/s, and 1.3 GB/s in each direction, on two cores. GPU: 300 TFLOP/s, and 25 GB/s of
 PCIe in each direction. TPU: an estimate, 120 TFLOP/s and 10 GB/s. Only the CPU was measured
 (`python -m benchmarks.host_tier`).
 """
