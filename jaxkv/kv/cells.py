@@ -210,8 +210,7 @@ def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32
 def remove_owners(cells: C, keep: Bool[Array, "S N"], is_asked: Bool[Array, " Q"]) -> C:
     """Remove the sequences with `is_asked` True from the owners of cells with `keep` False."""
     ids = jnp.arange(cells.sequences, dtype=jnp.int32)
-    ids = jnp.where(is_asked, ids, cells.sequences)
-    words = jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
+    words = union_of_sequence_bits(cells, jnp.where(is_asked, ids, cells.sequences))
     return with_owners(cells, cells.owners & ~(words[..., None] & to_word_mask(~keep)))
 
 
@@ -227,8 +226,7 @@ def seq_cp(
     All sequences must be in the same stream.
     """
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
-    gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
-    gained = jax.lax.reduce_or(gained, axes=(0,))
+    gained = union_of_sequence_bits(cells, jnp.atleast_1d(dst))
     evicted = evicted_below_of_copy(cells, src, start, stop)
     return replace(
         with_owners(cells, cells.owners | (gained[..., None] & to_word_mask(shared))),
@@ -257,9 +255,7 @@ def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"
         shared = is_owned_by(cells, sequence_bits(cells, parents[i]))
         return owners | (sequence_bits(cells, targets[i])[..., None] & to_word_mask(shared))
 
-    replaced = jax.lax.reduce_or(
-        jax.vmap(partial(sequence_bits, cells))(targets), axes=(0,)
-    )  # [S, W]
+    replaced = union_of_sequence_bits(cells, targets)
     others = cells.owners & ~replaced[..., None]
     owners = jax.lax.fori_loop(0, targets.size, add_owner, others)
     evicted = cells.evicted_below[parents]
@@ -356,8 +352,8 @@ def stamps_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Arr
 def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
     """Return the number of violations of each invariant of the table, by name."""
     owned = jnp.any(cells.owners != 0, axis=1)
-    known_bits = jax.vmap(partial(sequence_bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
-    unknown = cells.owners & ~jax.lax.reduce_or(known_bits, axes=(0,))[..., None]
+    known_bits = union_of_sequence_bits(cells, jnp.arange(cells.sequences))
+    unknown = cells.owners & ~known_bits[..., None]
     wrong = {
         "position below -1": cells.position < EMPTY,
         "position without an owner": ~is_cell_empty(cells) & ~owned,
@@ -376,6 +372,11 @@ def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
     return jnp.where(here & is_sequence(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))
+
+
+def union_of_sequence_bits(cells: Cells, ids: Int[Array, " n"]) -> UInt32[Array, "S W"]:
+    """Return owner words with the bits of all given sequences set; skip ids outside `[0, Q)`."""
+    return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))
 
 
 def is_owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]:

@@ -29,7 +29,7 @@ from jaxkv.kv.cells import (
     is_sequence,
     locate_owner_bit,
     seq_select,
-    sequence_bits,
+    union_of_sequence_bits,
     with_owners,
 )
 from jaxkv.kv.cells import seq_cp as share
@@ -193,7 +193,7 @@ def _plan_transfer(
     """Plan copies of a range from `parents[i]` to `targets[i]`, if `is_cross_stream[i]` is True."""
     # A cell of a parent may be evictable, or free in `base` if the parent is also a target. It must
     # not be overwritten before it is read.
-    words = _combine_sequence_bits(cells, parents, is_cross_stream)
+    words = union_of_sequence_bits(cells, jnp.where(is_cross_stream, parents, cells.sequences))
     is_copied = is_owned_by(cells, words) & is_in_range(cells, start, stop)
     args = parents, targets, is_cross_stream, start, stop
     return plan_transfer(base, cells, *args, is_reserved=is_copied)
@@ -215,8 +215,8 @@ def plan_transfer(
     Reserved cells are not overwritten.
     """
     evicted_below = evicted_below_of_copy(source, parents, start, stop)
-    words = _combine_sequence_bits(base, targets, is_copied)
     where = jnp.where(is_copied, targets, base.sequences)
+    words = union_of_sequence_bits(base, where)
     base = replace(
         with_owners(base, base.owners & ~words[..., None]),
         evicted_below=base.evicted_below.at[where].set(evicted_below, **DROP),
@@ -234,12 +234,6 @@ def plan_transfer(
         base, partial(_queue_copies, shard_of_table(source)), *args, by_stream=1, out_by_stream=True
     )
     return CopyPlan(base, new_cells, origin, slots, CopyDemand(*need))
-
-
-def _combine_sequence_bits(cells: Cells, ids: jax.Array, is_copied: jax.Array) -> jax.Array:
-    """Return the union of the owner words of the sequences with `is_copied` True, `[S, W]`."""
-    ids = jnp.where(is_copied, ids, cells.sequences)
-    return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))
 
 
 def _queue_copies(
