@@ -86,8 +86,8 @@ def decode(
         each sequence; -1 is padding.
       edit: Function `(cache, aux) -> cache`, called after each model step inside of the loop, for
         example to evict cells. `aux` is the third result of a model function that returns
-        `step, logits, aux`, any pytree; otherwise None. A step whose plan was refused is not
-        edited. A refused edit changes nothing, and the loop continues.
+        `step, logits, aux`, and None for others. A step whose plan was refused is not edited. A
+        refused edit leaves the cache unchanged, and the loop continues.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:

@@ -31,8 +31,8 @@ Forward = Callable[[Any, Step], tuple[Step, jax.Array] | tuple[Step, jax.Array, 
 Edit = Callable[[Cache, Any], Cache]
 """Function `(cache, aux) -> cache`, which edits the cache after each model step of a loop.
 
-`aux` is the third result of the model function, any pytree; None if there is none. The function is
-traced in the loop. Pass the same function in every call: a new lambda is compiled again.
+`aux` is the third result of the model function, any pytree, or None. The function is traced in the
+loop. Pass the same function in every call: a new lambda is compiled again.
 """
 
 

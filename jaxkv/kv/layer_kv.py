@@ -207,7 +207,7 @@ class LatentKV(LayerKV):
         return () if {*axes} & {*split["streams"], *split["cells"]} else axes
 
     def check_new(self, tokens: tuple[int, ...], k: object, v: object) -> NewKV:
-        """Raise unless `k` has new keys for `[R, T]` tokens and `v` is None; return the keys."""
+        """Return new keys for `[R, T]` tokens; raise for other shapes, or if `v` is given."""
         if v is not None:
             raise TypeError(
                 f"expected keys alone, whose numbers {self.values.first} to {self.values.last - 1} "

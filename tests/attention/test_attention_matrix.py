@@ -98,7 +98,7 @@ def in_core(way, name):
 @pytest.mark.parametrize(
     ("way", "name"), mark_cases(MATRIX, fast=FAST, core=[one for one in MATRIX if in_core(*one)])
 )
-def test_attend_matches_formula(way, name):
+def test_attend_matches_formula(way, name):  # traps 53, 96
     one, options = make_case(**CASES[name]), OPTIONS.get(name, PLAIN)
     if (way, name) in REFUSED:
         why = "with softcap and sinks" if way == "xla" else "for 'pallas'|with bias, got 'pallas'"
@@ -133,7 +133,7 @@ SECOND_HALF = np.array([False, False, True, True])
 
 
 @pytest.mark.parametrize("way", mark_cases(WAYS, fast=["default"], core=[*WAYS]))
-def test_attend_nan_key_shows_where_seen_alone(way):
+def test_attend_nan_key_shows_where_seen_alone(way):  # trap 59
     """Hidden keys may be non-finite, in active tiles and in others; values are always finite."""
     q, k, v, looks = make_case(**CASES["few tiles"])
     mask = visible_mask(looks)

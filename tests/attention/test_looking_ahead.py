@@ -47,7 +47,7 @@ CORE = CASES[2], CASES[5], CASES[7], CASES[10]
 @pytest.mark.parametrize(
     ("how", "window", "streams"), mark_cases(CASES, fast=[CASES[0], CASES[9]], core=CORE), ids=str
 )
-def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
+def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):  # trap 54
     forward, sees = make_model(how, window)
     heads = X[None, :, None]
     wanted = formula(heads, *[heads.swapaxes(1, 2)] * 2, sees[None])[0, :, 0]

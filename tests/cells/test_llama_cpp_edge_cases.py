@@ -1,7 +1,6 @@
 """Edge cases of llama.cpp's cache, numbered as in `docs/reference/llama_cpp_traps.md`.
 
-That page describes each, and names the tests of numbers that no test file mentions. Cells are drawn
-by index: `1{0,2}` is position 1, owned by sequences 0 and 2, and `.` is empty.
+Cells are drawn by index: `1{0,2}` is position 1, owned by sequences 0 and 2, and `.` is empty.
 """
 
 import re
@@ -23,15 +22,12 @@ ROOT = Path(__file__).parents[2]
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
 
 
-def test_traps_page_lists_1_to_97_with_tests_that_exist():
-    """Each case has a reason, a test in the last table, or a test file that mentions its number."""
+def test_traps_page_lists_1_to_97_with_tests():
+    """Each case has a reason, or a test file that mentions its number."""
     page = (ROOT / "docs" / "reference" / "llama_cpp_traps.md").read_text()
     cases = dict(re.findall(r"^(\d+)\. (.+(?:\n {4}.+)*)", page, re.M))
     assert [*map(int, cases)] == [*range(1, 98)]
     tested = {int(number) for number, text in cases.items() if "(Cannot happen:" in text}
-    for file, test, numbers in re.findall(r"^\| `(.+)`, `(test_\w+)` \| (.+) \|$", page, re.M):
-        assert f"def {test}(" in (ROOT / file).read_text(), f"no {test} in {file}"
-        tested |= {*map(int, numbers.split(", "))}
     for file in (ROOT / "tests").rglob("*.py"):
         mentions = re.findall(r"[Tt]raps?[ _]([\d_, and]+)", file.read_text())
         tested |= {*map(int, re.findall(r"\d+", " ".join(mentions)))}
@@ -60,7 +56,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
-def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
+def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):  # trap 18
     before = parse_random(cells, SMALL)
     cache, ok = edit(verb, before, *args)
     assert ok

@@ -39,7 +39,7 @@ HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
 
 
 @pytest.mark.parametrize("kept", mark_cases([0, 1, 3], [3]))
-def test_seq_rm_rollback_is_exact_or_refused(kept):
+def test_seq_rm_rollback_is_exact_or_refused(kept):  # traps 63, 64, 65
     """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""
     twin, states = make_filled_twin(kept=kept, counts=(8,)), kept + 1
     for count, back in product(sorted({1, 2, kept + 1, kept + 4}), range(kept + 3)):
@@ -70,7 +70,7 @@ def test_edits_of_hybrid_change_all_parts_or_none():
     assert_identical(after, twin.cache)
 
 
-def test_rewind_after_an_abort_is_exact_or_refused():
+def test_rewind_after_an_abort_is_exact_or_refused():  # trap 74
     """Traps 71 and 72; the earlier cache is unchanged."""
     twin = make_filled_twin(kept=1, counts=(3, 2, 0), **HYBRID)
     past = twin.fork()

@@ -57,7 +57,7 @@ def keys_of(cache, layer, count=6):
 @pytest.mark.parametrize(
     "ropes", [(PLAIN,), pytest.param(ALL, marks=core)], ids=["one", "one for each layer"]
 )
-def test_update_equals_rotating_from_scratch(ropes):
+def test_update_equals_rotating_from_scratch(ropes):  # trap 95
     """Numbers outside of the rotated pairs (trap 92), and values, are unchanged.
 
     The attention factor of YaRN is applied once (trap 91).

@@ -44,7 +44,7 @@ def run_machine(machine, runs, steps):
     run_state_machine_as_test(machine, settings=options)
 
 
-def test_edits_match_oracle_of_one_pool():
+def test_edits_match_oracle_of_one_pool():  # traps 19, 20, 21, 23, 42, 51, 58, 73, 87
     run_machine(
         lambda: AttentionMachine(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False),
         runs=15,
@@ -59,7 +59,7 @@ def test_edits_match_oracles_of_an_own_placement(kind):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=str)
-def test_edits_match_oracles_in_rows(kind):
+def test_edits_match_oracles_in_rows(kind):  # traps 26, 96
     """All ubatches have one shape, to limit compilation."""
     run_machine(lambda: AttentionMachine(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)
 
@@ -68,7 +68,7 @@ def test_edits_match_oracles_in_rows(kind):
     "name",
     mark_cases(["hybrid with a window", "groups with a window"], core=["hybrid with a window"]),
 )
-def test_edits_match_oracles_of_a_hybrid_with_states(name):
+def test_edits_match_oracles_of_a_hybrid_with_states(name):  # traps 69, 85, 86
     run_machine(lambda: StateMachine(STATES[name]), runs=10, steps=20)
 
 

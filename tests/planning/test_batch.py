@@ -53,7 +53,7 @@ def test_make_batch_fills_in_sequences(tokens, sequences, wanted):
 
 @pytest.mark.parametrize("split_by", SPLITS, ids=lambda f: f.__name__)
 @given(sequences=st.lists(st.integers(0, 3), min_size=1, max_size=40), size=st.integers(1, 9))
-def test_split_takes_every_token_once_in_order(split_by, sequences, size):
+def test_split_takes_every_token_once_in_order(split_by, sequences, size):  # traps 46, 47
     sequences = np.array(sequences, np.int32)
     parts = split_by(sequences, size)
     taken = [part[part != NO_SLOT].tolist() for part in parts]
@@ -138,7 +138,7 @@ def test_window_with_few_cells_takes_ragged_prompts_in_several_ubatches():
 @pytest.mark.parametrize(
     "split_by", ["simple", "sequence", pytest.param("equal", marks=pytest.mark.core)]
 )
-def test_gather_outputs_restores_the_order_of_the_batch(split_by):
+def test_gather_outputs_restores_the_order_of_the_batch(split_by):  # trap 49
     """Two sequences are interleaved; each token's logits are its own number."""
     tokens, sequences = np.array([5, 1, 4, 2, 6, 3, 7]), np.array([2, 0, 2, 0, 0, 2, 0])
     outputs = np.array([False, True, True, False, True, True, False])

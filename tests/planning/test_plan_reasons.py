@@ -37,7 +37,7 @@ def assert_unchanged_by(cache, plan):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_init_batch_refused_says_why_and_changes_nothing(fault):
+def test_init_batch_refused_says_why_and_changes_nothing(fault):  # trap 50
     sequences, positions, expected = FAULTS[fault]
     cache = fill_cache(5, 3)
     batch = make_batch([1] * len(sequences), sequences=sequences, positions=positions)
@@ -74,7 +74,7 @@ EDITS = {
 }
 
 
-def test_edits_of_unknown_ids_raise_or_change_nothing():
+def test_edits_of_unknown_ids_raise_or_change_nothing():  # trap 89
     cache = fill_cache(4, 3)
     edited = jax.jit(lambda seq: {name: verb(cache, seq) for name, verb in EDITS.items()})
     for divisor in (0, -1):
@@ -98,7 +98,7 @@ def test_seq_pos_of_unknown_ids_raises_or_is_minus_one():
         assert jax.jit(question)(cache, ids).tolist()[:4] == [held, -1, -1, -1]
 
 
-def test_init_batch_of_unknown_sequences_raises_or_is_refused():
+def test_init_batch_of_unknown_sequences_raises_or_is_refused():  # traps 77, 89
     cache = fill_cache(4, 3)
 
     @jax.jit

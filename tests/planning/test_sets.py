@@ -36,7 +36,7 @@ def batch_of(sets, tokens=None):
     return make_batch(tokens, sequences=jnp.asarray(table), valid=there, outputs=[True] * 8)
 
 
-def test_make_batch_sequences_of_a_token_in_any_form():
+def test_make_batch_sequences_of_a_token_in_any_form():  # trap 52
     """Sorted, the lowest in `sequences`; the number of others is a power of two."""
     array = [[0, 1, -1], [-1, 0, -1], [3, 2, 1]]
     for sequences in ([[1, 0], 0, (3, 1, 2)], [{0, 1}, [0], np.array([2, 3, 1])], jnp.array(array)):
@@ -56,7 +56,7 @@ def plan_shared_token(cache, *ids):
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("sets"))
-def test_sequences_that_cannot_share_a_token_raise(call, outcome):
+def test_sequences_that_cannot_share_a_token_raise(call, outcome):  # trap 39
     assert_raises(call, outcome, globals())
 
 
@@ -87,7 +87,7 @@ PARTED = "0{0,1} 1{0} 1{1}"
         (f"{PARTED} | 0{{2,3}}", [[0, 1]], {1: (0, 2)}),  # in one of two streams
     ],
 )
-def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wanted):
+def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wanted):  # traps 40, 41
     """llama.cpp compares only the last positions of sequences; these may be equal."""
     cache = parse_cache(cells, GROUPS if "|" in cells else SMALL)
     plan = jaxkv.init_batch(cache, batch_of(sets), ubatch_size=8)
@@ -141,7 +141,7 @@ def test_init_batch_traced_sets_match_known_ones():
     mark_cases([(WINDOW, 8), (GROUPS, 3)], core=[(GROUPS, 3)]),
     ids=["window", "groups"],
 )
-def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
+def test_run_trees_after_a_fork_read_as_if_alone(kind, size):  # trap 44
     """A prompt of two sequences, a tree after it, a cut, and another tree."""
     rng = np.random.default_rng(1)
     prompt = rng.integers(1, 16, 4).tolist()

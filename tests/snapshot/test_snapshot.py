@@ -114,7 +114,7 @@ def make_edited_states(name, seed=0):
 
 
 @pytest.mark.parametrize("kind", mark_cases(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=str)
-def test_load_returns_the_saved_cache(kind, tmp_path):
+def test_load_returns_the_saved_cache(kind, tmp_path):  # traps 75, 79
     cache = make_scattered(kind, 0)
     snapshot.save(cache, path=tmp_path / "all")
     loaded = snapshot.load(tmp_path / "all")
@@ -125,7 +125,7 @@ def test_load_returns_the_saved_cache(kind, tmp_path):
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", mark_cases(STATES, fast=["hybrid in groups"]))
-def test_load_of_states_goes_on_as_the_saved_cache(name):
+def test_load_of_states_goes_on_as_the_saved_cache(name):  # trap 83
     cache, kinds = make_edited_states(name), STATES[name]["kinds"]
     loaded = snapshot.load(snapshot.save(cache))
     assert_same_cache(loaded, cache)

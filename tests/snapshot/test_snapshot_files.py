@@ -198,7 +198,7 @@ def on_a_mesh():
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("snapshots"))
-def test_snapshot_bad_argument_raises(call, outcome):
+def test_snapshot_bad_argument_raises(call, outcome):  # trap 77
     assert_raises(call, outcome, globals())
 
 

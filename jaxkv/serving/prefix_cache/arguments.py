@@ -48,7 +48,7 @@ def check_sequences(cache: Cache, sequences: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_prompt(tokens: Ids) -> Int32[np.ndarray, " n"]:
-    """Return a copy of the tokens of a prompt; raise a ValueError if there are none."""
+    """Return a copy of the tokens of a prompt; raise a ValueError if the prompt is empty."""
     prompt = np.array(check_int32(tokens, "tokens"), np.int32)
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(
