@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import C, Cells, empty_fields, incomplete_layers, locate_owner_bit
@@ -60,6 +63,10 @@ def insert(
 ) -> tuple[C, Buffers]:
     """Replace each target by its parent, a sequence of another table; skip targets of Q or more."""
     transfer = plan_insert(cells, source, parents, targets)
+    # Keys that were converted from another dtype are other numbers.
+    dtype = jnp.uint32(crc32(np.dtype(source_buffers.k[0].dtype).name.encode()))
+    stamp = chain_hashes(transfer.new_cells.stamp, dtype)
+    transfer = replace(transfer, new_cells=replace(transfer.new_cells, stamp=stamp))
 
     def copy_chunk(
         chunk: jax.Array, both: tuple[Buffers, Buffers], *plan: jax.Array

@@ -32,7 +32,7 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
     cache = merge(table.with_sharding_rules(sharding_rules), buffers)
 
     def to_sharding(spec: P) -> NamedSharding:
-        # Programs return specs without trailing None, and JAX compiles again for another spec.
+        # Programs return specs without trailing None. A first call with another spec is slow.
         axes = tuple(spec)
         while axes and axes[-1] is None:
             axes = axes[:-1]

@@ -18,7 +18,6 @@ import numpy as np
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import dtype_names, next_power_of_two, to_host
 from jaxkv.core.constants import END, WORD
-from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
 from jaxkv.jit_helpers import jit_table, replicate
 from jaxkv.kv.buffers import Buffers
@@ -48,6 +47,7 @@ from jaxkv.snapshot.parts import (
     check_places,
     check_values,
     from_json,
+    stamps_of_saved_cells,
     static_fields,
     to_json,
 )
@@ -281,10 +281,7 @@ def _plan(
 
 def _read_fields(read: Read, seed: int) -> dict[str, np.ndarray]:
     """Return the fields of the saved cells except for owners, by name."""
-    stream = read("stream")
-    index = jnp.arange(len(stream), dtype=jnp.int32)
-    stamp = chain_hashes(jnp.full(index.shape, seed, jnp.uint32), index)
-    return {**{name: read(name) for name in SAVED}, "stamp": np.asarray(stamp)}
+    return {**{name: read(name) for name in SAVED}, "stamp": stamps_of_saved_cells(read, seed)}
 
 
 def _pool_of_saved_cells(

@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.core.hashing import chain_hashes
 from jaxkv.ops.storage.layer_stack import is_layer_view
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.table import CacheTable
@@ -17,7 +19,7 @@ from jaxkv.window import Window
 
 if TYPE_CHECKING:
     from jax.tree_util import KeyPath
-    from jaxtyping import Int, Int32, PyTree
+    from jaxtyping import Int, Int32, PyTree, UInt32
 
     from jaxkv.kv.cells import Cells
     from jaxkv.recurrent.states import States
@@ -149,6 +151,12 @@ def check_places(read: Read, streams: int, cells: int) -> None:
     check_values((cell >= 0) & (cell < cells), "cell", cell, f"from 0 to {cells - 1}")
     place = stream * cells + cell
     check_values(place[1:] > place[:-1], "cell", cell[1:], "after the one before it")
+
+
+def stamps_of_saved_cells(read: Read, seed: int) -> UInt32[np.ndarray, " n"]:
+    """Return a stamp for each saved cell, from a seed that is unique to the file."""
+    index = jnp.arange(len(read("stream")), dtype=jnp.int32)
+    return np.asarray(chain_hashes(jnp.full(index.shape, seed, jnp.uint32), index))
 
 
 def buffer_names(buffers: PyTree, prefix: str) -> PyTree:

@@ -13,7 +13,6 @@ import numpy as np
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes
 from jaxkv.jit_helpers import jit_table, replicate
 from jaxkv.recurrent import buffers as recurrent_buffers
 from jaxkv.recurrent.buffers import Buffers, Place
@@ -32,6 +31,7 @@ from jaxkv.snapshot.parts import (
     check_places,
     check_values,
     from_json,
+    stamps_of_saved_cells,
     static_fields,
 )
 from jaxkv.spec import check_sequences_and_streams
@@ -230,12 +230,10 @@ def _read_first_positions(read: Read) -> Int32[np.ndarray, " n"]:
 
 def _read_fields(read: Read, seed: int) -> dict[str, np.ndarray]:
     """Return the fields of the saved cells, by name."""
-    index = jnp.arange(len(read("stream")), dtype=jnp.int32)
-    stamp = chain_hashes(jnp.full(index.shape, seed, jnp.uint32), index)
     return {
         "content": read("content"),
         "first_position": _read_first_positions(read),
-        "stamp": np.asarray(stamp),
+        "stamp": stamps_of_saved_cells(read, seed),
     }
 
 

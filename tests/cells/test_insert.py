@@ -6,6 +6,7 @@ The random machines of `test_stateful` extract and insert too. Here the caches d
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -257,6 +258,16 @@ def test_insert_converts_as_a_write_and_stores_finite_values(dtype, latent):
     back = insert(write("float32", 2), converted, 0, 0).check()
     for values in (cache.buffers.layer(0).decode()[1] for cache in (converted, back)):
         assert latent or jnp.isfinite(values).all()
+
+
+def test_rewind_to_an_insert_from_another_dtype_is_refused():
+    """Sources with equal tables and other dtypes give other numbers."""
+    cache = fill_cache(0, 2)
+    sources = [fill_cache(3, kind=replace(SMALL, dtype=x)) for x in ("float32", "int8", "bfloat16")]
+    inserted = [insert(cache, source, 0, 0).cache for source in sources]
+    assert_identical(sources[0].table, sources[1].table)
+    for i, j in product(range(3), repeat=2):
+        assert jaxkv.rewind(inserted[i], to=inserted[j].table)[1] == (i == j)
 
 
 @core

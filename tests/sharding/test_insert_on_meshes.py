@@ -1,6 +1,7 @@
 """Sequences that go between meshes and one device: the same bits as on one device."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import AxisType
 
 import jaxkv
 from jaxkv import extract, insert, sharding
+from models.compiling import counting
 from tests.helpers import edit_sequences
 from tests.helpers.caches import GROUPS, HEAD_ROWS, Kind, assert_identical, fill_cache
 from tests.helpers.meshes import RULES
@@ -105,6 +107,20 @@ def test_move_to_host_memory_and_back_keeps_all_bits():
     assert_same(moved, cache)
     assert moved.table.sharding_rules is None
     assert {x.sharding.device_set.pop() for x in jax.tree.leaves(moved)} == {jax.devices()[1]}
+
+
+@pytest.mark.core
+def test_insert_from_host_memory_compiles_no_program_of_a_committed_cache_again():
+    """It commits another cache, and JAX compiles programs again for committed arrays."""
+    cache, device = fill_cache(3, 2), jax.devices()[0]
+    waiting = sharding.move(cache, device, memory_kind="pinned_host")
+    for one, times in ((cache, 1), (jax.device_put(cache, device), 0)):
+        run = jax.jit(partial(jax.tree.map, jnp.copy))
+        run(one)
+        inserted = insert(one, waiting, 0, 2).cache
+        with counting() as compiled:
+            run(inserted)
+        assert compiled() == times
 
 
 @pytest.mark.core

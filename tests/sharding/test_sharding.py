@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import Reason, sharding
 from jaxkv.cache import merge
 from jaxkv.sharding.make import make_sharded
+from models.compiling import counting
 from tests.attention.formula import slope
 from tests.cells import state_machine
 from tests.cells.test_stateful import run_machine
@@ -219,8 +220,23 @@ def test_fitted_splits_cells_of_heads_that_do_not_divide():
         sharding.fit_mesh(cache, mesh, RULES, surplus="refuse")
 
 
-def test_program_on_mesh_compiles_once_for_its_own_result():
-    """JAX compiles again for another `PartitionSpec`, also if only a trailing None differs."""
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
+def test_program_on_mesh_is_compiled_once_for_results_of_edits(mode):
+    """On explicit axes, the `PartitionSpec` of a result may end with None, unlike a new cache."""
+    mesh, run = mesh_of(mode, data=2, tensor=2), jax.jit(partial(jax.tree.map, jnp.copy))
+    with jax.set_mesh(mesh):
+        cache = place_on_mesh(tiny.make_tiny("ar", cells=8, sequences=2, streams=2))
+        away = jaxkv.extract(sharding.move(cache, mesh), 0, cells=8).cache
+        edited = jaxkv.seq_rm(cache, 0, 1).cache, jaxkv.insert(cache, away, 0, 1).cache
+        run(cache)
+        with counting(traces=True) as heard:
+            results = [*map(run, edited)]
+        assert heard() == 0
+    assert_identical(results, [*edited])
+
+
+def test_program_on_mesh_gets_the_shardings_of_its_own_result():
+    """A first call is slow for another `PartitionSpec`, also if only a trailing None differs."""
     cut = jax.jit(lambda cache: jaxkv.seq_rm(cache, 0, 1).cache)
     with jax.set_mesh(mesh_of(data=2, tensor=2)):
         cache = place_on_mesh(tiny.make_tiny("ar", cells=8, sequences=2, streams=2))
