@@ -55,7 +55,7 @@ def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
 @pytest.mark.core
 @pytest.mark.parametrize("kinds", mark_cases(["r", "ar"], ["ar"]))
 def test_seq_rm_from_the_first_position_removes_the_sequence(kinds):
-    """Also after shifts and copies."""
+    """Also after shifts, copies and inserts."""
     twin = edit_sequences.Twin(kinds, kept=1, sequences=4, streams=2)
     assert twin.decode([0] * 4, positions=[5, 6, 7, 8])
     past = twin.fork()
@@ -72,6 +72,9 @@ def test_seq_rm_from_the_first_position_removes_the_sequence(kinds):
     assert twin.edit("seq_add", 2, 0, -1, -4) and twin.edit("seq_select", [2], [3])
     twin.compare()
     assert not twin.edit("seq_add", 3, 0, -1, -2)  # the first position would be negative
+    other = edit_sequences.Twin(kinds, kept=0, sequences=2)
+    assert other.insert(twin, [2], [1]) and not other.seq_rm(1, 2) and other.seq_rm(1, 1)
+    other.compare()
     for seq, first in ((0, 5), (1, 5), (2, 1), (3, 1)):
         assert not twin.seq_rm(seq, first + 1, -1) and twin.seq_rm(seq, first, -1)
         twin.compare()
