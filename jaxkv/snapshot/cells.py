@@ -89,8 +89,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "ropes": to_json(buffers.ropes),
             "latent": [_slice_bounds(sizes.latent) for sizes in buffers.head_sizes],
         }
-        fields = [(name, shape, dtype.name) for name, shape, dtype in table.field_specs]
-        return {**description, "fields": fields} if fields else description
+        fields = [(name, list(shape), dtype.name) for name, shape, dtype in table.field_specs]
+        if fields:
+            description["fields"] = fields
+        return description
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
@@ -102,9 +104,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
         find = partial(storage_in_snapshot, entries=entries)
         shapes = _buffer_shapes(sizes, static, ropes, description["latent"], find)
-        fields = CacheSpec.attention(
-            1, 1, 1, fields={x: tuple(form) for x, *form in description.get("fields", ())}
-        ).fields
+        forms = {name: (shape, dtype) for name, shape, dtype in description.get("fields", ())}
+        fields = CacheSpec.attention(1, 1, 1, fields=forms).fields
         table = CellTable(**empty_fields(stacked_layers=0, **sizes, fields=fields), **static)
 
         def zeros_as_saved(name: str, shape: Any) -> Stored:

@@ -24,7 +24,7 @@ class CellDescription(TypedDict):
     static: dict[str, Json]
     ropes: Json
     latent: list[list[int] | None]
-    fields: NotRequired[list[tuple[str, Sequence[int], str]]]
+    fields: NotRequired[list[tuple[str, list[int], str]]]
 
 
 class StateDescription(TypedDict):
