@@ -92,7 +92,7 @@ class Drafter(ABC):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
-        features: PyTree,
+        features: PyTree = None,
     ) -> Self:
         """Return the drafter after a step of the verifying model.
 
@@ -158,7 +158,7 @@ class PromptLookup(Drafter):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
-        features: PyTree,
+        features: PyTree = None,
     ) -> PromptLookup:
         """Append the newly cached tokens to the recent tokens."""
         del sequences, at, features

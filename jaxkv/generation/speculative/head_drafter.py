@@ -75,7 +75,7 @@ class HeadDrafter(ModelDrafter):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
-        features: PyTree,
+        features: PyTree = None,
     ) -> HeadDrafter:
         """Store the features of the last cached token, and the accepted tokens as missing."""
         del at

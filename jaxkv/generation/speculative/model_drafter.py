@@ -140,7 +140,7 @@ class DraftModel(ModelDrafter):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
-        features: PyTree,
+        features: PyTree = None,
     ) -> DraftModel:
         """Remove rejected tokens; set `unfed` if the draft cache lacks exactly one token."""
         del features

@@ -119,7 +119,7 @@ class TreeDraftModel(DraftModel):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
-        features: PyTree,
+        features: PyTree = None,
     ) -> DraftModel:
         """Keep the accepted branch, and update the drafter as with a single branch."""
         table, buffers = self.cache.table, self.cache.buffers
