@@ -29,7 +29,7 @@ from jaxkv.table import CacheTable, MaintenancePlan, static_layer_number
 from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
+    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree, Shaped
 
     from jaxkv.core.types import AnyMesh, Id, Ids
 
@@ -85,6 +85,42 @@ class Cache(Partitioned):
         """The parts of a hybrid cache, each as a `Cache`; for other caches, the cache itself."""
         pairs = self.table.pair_parts_with_buffers(self.buffers)
         return tuple(Cache(table=table, buffers=buffers) for table, buffers in pairs)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """User fields of each cell, `[S, ..., N]`, by name, see `with_fields`.
+
+        For a hybrid cache, a tuple for each name, with None for a part without the field.
+        """
+        return self.table.get_fields()
+
+    def with_fields(self, **values: PyTree[Shaped[ArrayLike, "S ... N"]]) -> Cache:
+        """Replace user fields, which `fields` of `CacheSpec.attention` declares.
+
+        A field stores numbers for each cell, such as a score. Copies, `defrag`, `insert` and
+        snapshots move the numbers of a cell with its keys. A new token gets 0. Values of empty
+        cells have no meaning. Cells that several sequences share have one value.
+
+        Args:
+          **values: an array `[S, ..., N]` by name, which is cast to the dtype of the field. For a
+            hybrid cache, a tuple with an array or None for each part.
+
+        Raises:
+          ValueError: If no field has the name, or an array has another shape.
+          ValueError: If a cast would change the kind of number, such as floats to integers.
+
+        Examples:
+          >>> fields = {"score": ((), "float32")}
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, fields=fields)
+          >>> cache = make_cache(spec, cells=4)
+          >>> cache = prefill(forward, params, cache, [1, 2, 3]).cache
+          >>> cache = cache.with_fields(score=cache.fields["score"] + cache.cell_positions())
+          >>> cache = seq_rm(cache, 0, 0, 1).cache
+          >>> cache = apply(cache, defrag_plan(cache))
+          >>> cache.cell_positions(0).tolist(), cache.fields["score"].tolist()
+          ([2, 1, -1, -1], [[2.0, 1.0, 2.0, -1.0]])
+        """
+        return merge(self.table.with_fields(values), self.buffers)
 
     @property
     def nbytes(self) -> int:

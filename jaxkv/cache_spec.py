@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.core.validate import check_count
 from jaxkv.ops.storage.latent import ValueSlice
@@ -41,6 +41,7 @@ class CacheSpec:
     rope: rotation of the keys that models pass to `attend`; a `NotGiven` if no rope was given.
     states: name, shape and dtype of each state, ordered by name.
     shard_dims: a tuple (name, dimension, n) for each state that a mesh may split; see `recurrent`.
+    fields: name, shape and dtype of each array by cell, ordered by name; see `Cache.with_fields`.
     parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
@@ -53,8 +54,9 @@ class CacheSpec:
     value_dim: int | ValueSlice | tuple[int | ValueSlice, ...] | None = None
     window: Window | None = None
     rope: Ropes = NOT_GIVEN
-    states: tuple[tuple[str, tuple[int, ...], jnp.dtype], ...] = ()
+    states: tuple[tuple[str, tuple[int, ...], np.dtype], ...] = ()
     shard_dims: tuple[tuple[str, int, int], ...] = ()
+    fields: tuple[tuple[str, tuple[int, ...], np.dtype], ...] = ()
     parts: tuple[tuple[CacheSpec, tuple[int, ...]], ...] = ()
 
     @staticmethod
@@ -65,6 +67,7 @@ class CacheSpec:
         value_dim: ValueDim | Sequence[ValueDim] | None = None,
         window: Window | None = None,
         rope: Ropes = NOT_GIVEN,
+        fields: Mapping[str, State] | None = None,
     ) -> CacheSpec:
         """Return the spec of self-attention layers.
 
@@ -80,6 +83,8 @@ class CacheSpec:
           rope: rotation of the keys that models pass to `attend`: one rope, or a tuple with one
             rope for each layer. None means that keys are not rotated. If no rope is given,
             `seq_add`, `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
+          fields: dict from names to tuples `(shape, dtype)`, for arrays with a value of this shape
+            for each cell; see `Cache.with_fields`.
 
         Raises:
           ValueError: If a count is below 1 or above 2**31 - 1.
@@ -117,6 +122,7 @@ class CacheSpec:
             value_dim=_collapse_if_equal(values),
             window=window,
             rope=_collapse_if_equal(ropes),
+            fields=_check_shapes(fields or {}, "field"),
         )
 
     @staticmethod
@@ -157,18 +163,14 @@ class CacheSpec:
         llama.cpp: `llama_memory_recurrent`, `n_embd_r`, `n_embd_s`.
         """
         layers = check_count(layers, "layers")
-        if not isinstance(states, Mapping):
-            raise TypeError(
-                f"expected states as a mapping of names to (shape, dtype), got {states!r}; name "
-                f"each state"
-            )
-        if not states:
+        arrays = _check_shapes(states, "state")
+        if not arrays:
             raise ValueError("expected at least one state, got none; name those of a layer")
-        shapes = {name: _state_shape(name, states[name]) for name in sorted(states)}
+        shapes = {name: shape for name, shape, _ in arrays}
         return CacheSpec(
             kind="recurrent",
             layers=layers,
-            states=tuple((name, x.shape, jnp.dtype(x.dtype)) for name, x in shapes.items()),
+            states=arrays,
             shard_dims=_check_shard_dims(shapes, shard_dims or {}),
         )
 
@@ -278,6 +280,45 @@ class CacheSpec:
                 )
         return made
 
+    def group_layers(self, *groups: Sequence[int]) -> CacheSpec:
+        """Return a hybrid spec that stores groups of layers of an attention spec as separate parts.
+
+        Each part has its own cells, so that layers may store different tokens (`evict`), or have
+        different numbers of cells (the argument `cells` of `make_cache`, one number for each
+        group). Layer numbers do not change. Each further part adds the time of planning a part.
+
+        Args:
+          groups: lists of layer numbers, in which each layer occurs once.
+
+        Raises:
+          ValueError: If the spec is not of attention layers, or a layer is missing or repeated.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=3, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec.group_layers([0], [1, 2]), cells=(64, 32))
+          >>> [part.table.num_cells for part in cache.parts]
+          [64, 32]
+        """
+        layers = [layer for group in groups for layer in group]
+        if self.kind != "attention" or sorted(layers) != list(range(self.layers)):
+            raise ValueError(
+                f"expected groups of all layers 0 to {self.layers - 1} of an attention spec, got "
+                f"{groups} of a spec of kind {self.kind!r}; list each layer in one group"
+            )
+        return CacheSpec.hybrid(*((self._select_layers(group), group) for group in groups))
+
+    def _select_layers(self, layers: Sequence[int]) -> CacheSpec:
+        """Return the spec of some attention layers."""
+
+        def select(value: Any) -> Any:
+            if not isinstance(value, tuple):
+                return value
+            return _collapse_if_equal(tuple(value[layer] for layer in layers))
+
+        names = "kv_heads", "head_dim", "value_dim", "rope"
+        sizes = {name: select(getattr(self, name)) for name in names}
+        return replace(self, layers=len(layers), **sizes)
+
     @property
     def _has_cross_attention(self) -> bool:
         return self.kind == "cross_attention" or any(
@@ -307,6 +348,8 @@ class CacheSpec:
                 shown["window"] = self.window
             if self.kind == "attention" and self.rope != NOT_GIVEN:
                 shown["rope"] = self.rope
+            if self.fields:
+                shown["fields"] = {name: (shape, dtype.name) for name, shape, dtype in self.fields}
         fields = (f"{name}={_field_text(value)}" for name, value in shown.items())
         return f"CacheSpec.{self.kind}({', '.join(fields)})"
 
@@ -381,28 +424,40 @@ def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
         )
 
 
-def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
-    if hasattr(state, "shape"):
-        return state
-    if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
+def _check_shapes(
+    arrays: Mapping[str, State], kind: str
+) -> tuple[tuple[str, tuple[int, ...], np.dtype], ...]:
+    """Return name, shape and dtype of each array, ordered by name; `kind` is "state" or "field"."""
+    if not isinstance(arrays, Mapping):
         raise TypeError(
-            f"expected (shape, dtype) for the state {name}, got {state!r}; write ((), dtype) for "
+            f"expected {kind}s as a mapping of names to (shape, dtype), got {arrays!r}; name "
+            f"each {kind}"
+        )
+    return tuple((name, *_check_shape(f"{kind} {name}", arrays[name])) for name in sorted(arrays))
+
+
+def _check_shape(name: str, array: Any) -> tuple[tuple[int, ...], np.dtype]:
+    if hasattr(array, "shape"):
+        return array.shape, np.dtype(array.dtype)
+    if not isinstance(array, tuple) or len(array) != 2 or not isinstance(array[0], Sequence):
+        raise TypeError(
+            f"expected (shape, dtype) for the {name}, got {array!r}; write ((), dtype) for "
             f"a single number"
         )
-    shape, dtype = state
-    sizes = tuple(check_count(size, f"each size of the state {name}", low=0) for size in shape)
-    return jax.ShapeDtypeStruct(sizes, dtype)
+    shape, dtype = array
+    sizes = tuple(check_count(size, f"each size of the {name}", low=0) for size in shape)
+    return sizes, np.dtype(dtype)
 
 
 def _check_shard_dims(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[str, int, int], ...]:
     for name, (dimension, parts) in splits.items():
-        sizes = shapes[name].shape if name in shapes else ()
+        sizes = shapes.get(name, ())
         if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
             raise ValueError(
                 f"expected a dimension of a state, and parts that divide it, of "
-                f"{ {state: shape.shape for state, shape in shapes.items()} }, got {name!r}: "
+                f"{ {**shapes} }, got {name!r}: "
                 f"{(dimension, parts)}; leave out states that no mesh splits"
             )
     return tuple((name, *splits[name]) for name in sorted(splits))

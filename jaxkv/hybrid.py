@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, reduce, wraps
 from inspect import signature
@@ -207,6 +207,26 @@ class HybridTable(CacheTable):
             )
         pairs = zip(self.parts, keep, strict=True)
         return _commit_if_all_ok(self, [part.evict(mask, is_asked) for part, mask in pairs])
+
+    def get_fields(self) -> dict[str, tuple]:
+        """Return a tuple for each name: the field of each part, None if the part lacks it."""
+        of_parts = [part.get_fields() for part in self.parts]
+        names = sorted({name for fields in of_parts for name in fields})
+        return {name: tuple(fields.get(name) for fields in of_parts) for name in names}
+
+    def with_fields(self, values: Mapping[str, tuple]) -> HybridTable:
+        """Replace user fields of the parts; None leaves a part unchanged."""
+        for name, entries in values.items():
+            if not isinstance(entries, tuple) or len(entries) != len(self.parts):
+                raise ValueError(
+                    f"expected a tuple with an array or None for each of {len(self.parts)} parts "
+                    f"for the field {name!r}, got {entries!r:.60}; see cache.parts"
+                )
+        parts = [
+            part.with_fields({name: x[i] for name, x in values.items() if x[i] is not None})
+            for i, part in enumerate(self.parts)
+        ]
+        return replace(self, parts=tuple(parts))
 
     def can_insert(
         self, source: HybridTable, parents: Int32[Array, " n"], targets: Int32[Array, " n"]

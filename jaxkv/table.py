@@ -21,6 +21,8 @@ from jaxkv.spec import check_spec
 from jaxkv.ubatch import Ubatch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, UInt32
 
     from jaxkv.cache_spec import CacheSpec
@@ -337,6 +339,19 @@ class CacheTable(Sharded):
                 "attention layers can be evicted"
             )
         return self, join_checks()
+
+    def get_fields(self) -> dict[str, Any]:
+        """Return the user fields of cells by name; none by default."""
+        return {}
+
+    def with_fields(self, values: Mapping[str, Any]) -> Self:
+        """Replace user fields; raise a ValueError for an unknown name."""
+        if values:
+            raise ValueError(
+                f"expected no fields for a cache of kind {self.spec.kind!r}, got "
+                f"{sorted(values)}; only attention layers can have fields"
+            )
+        return self
 
     @abstractmethod
     def can_insert(

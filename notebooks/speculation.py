@@ -87,10 +87,10 @@ class Noted(Drafter):
         guessed = self.guessed.at[:, self.turn].set(guess.valid.sum(axis=1))
         return replace(self, draft=draft, guessed=guessed), guess
 
-    def update(self, sequences, at, fed, num_cached):
+    def update(self, sequences, at, fed, num_cached, features):
         return replace(
             self,
-            draft=self.draft.update(sequences, at, fed, num_cached),
+            draft=self.draft.update(sequences, at, fed, num_cached, features),
             taken=self.taken.at[:, self.turn].set(num_cached),
             turn=self.turn + 1,
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def evict(
     cache: Cache,
-    keep: PyTree[Bool[Array | np.ndarray, "S N"]],
+    keep: PyTree[Bool[Array | np.ndarray, "S _"]],
     *,
     sequences: Ids | None = None,
 ) -> EditResult:

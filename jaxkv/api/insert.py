@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -214,7 +214,8 @@ def _is_same_memory(own: Sharding, other: Sharding) -> bool:
 
 
 def _check_same_spec(expected: CacheSpec, actual: CacheSpec, where: str = "") -> None:
-    """Raise a ValueError that names the first difference of two specs."""
+    """Raise a ValueError that names the first difference of two specs, except for user fields."""
+    expected, actual = _without_user_fields(expected), _without_user_fields(actual)
     if expected == actual:
         return
     if expected.kind == actual.kind == "hybrid" and len(expected.parts) == len(actual.parts):
@@ -227,3 +228,8 @@ def _check_same_spec(expected: CacheSpec, actual: CacheSpec, where: str = "") ->
                 f"expected a source with the {name} of the cache{where}, {own!r:.80}, got "
                 f"{other!r:.80}; pass a cache of the same model"
             )
+
+
+def _without_user_fields(spec: CacheSpec) -> CacheSpec:
+    parts = tuple((_without_user_fields(part), layers) for part, layers in spec.parts)
+    return replace(spec, fields=(), parts=parts)

@@ -15,6 +15,7 @@ from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.score import score
 from jaxkv.generation.speculative.draft_model import draft_model
 from jaxkv.generation.speculative.drafters import Drafter, prompt_lookup
+from jaxkv.generation.speculative.head_drafter import head_drafter
 from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.generation.state import DecodeState
 
@@ -23,6 +24,6 @@ __all__ = ["BeamResult", "DecodeResult", "DecodeState", "PrefillResult", "beam",
 __all__ += ["decode", "encode", "generate", "init_decode", "model_step", "prefill"]
 __all__ += ["score", "self_extend", "speculate", "warm_up"]
 # Drafters.
-__all__ += ["Drafter", "draft_model", "prompt_lookup"]
+__all__ += ["Drafter", "draft_model", "head_drafter", "prompt_lookup"]
 # Samplers.
 __all__ += ["Constraint", "Sampler", "make_sampler"]

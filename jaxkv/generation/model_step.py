@@ -94,6 +94,13 @@ def model_step(
       >>> logits.shape, cache.seq_pos_max().tolist()
       ((2, 4), [0, 0])
     """
+    return run_model(forward, params, cache, ubatch, edit)[:2]
+
+
+def run_model(
+    forward: Forward, params: PyTree, cache: Cache, ubatch: Ubatch, edit: Edit | None = None
+) -> tuple[Cache, Float[Array, "O V"], PyTree]:
+    """Implement `model_step`; also return `aux`, None if the model function returns none."""
     check_made_for(cache.table, ubatch)
     step = apply(cache, ubatch)
     output = forward(params, step)
@@ -124,9 +131,8 @@ def model_step(
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"expected logits of floats from forward, got {logits.dtype}; cast them")
-    if edit is not None:
-        after = _edit_cache(edit, after, aux[0] if aux else None, step.ubatch)
-    return after, logits
+    aux = aux[0] if aux else None
+    return after if edit is None else _edit_cache(edit, after, aux, step.ubatch), logits, aux
 
 
 def _edit_cache(edit: Edit, cache: Cache, aux: PyTree, ubatch: Ubatch) -> Cache:

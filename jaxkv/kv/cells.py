@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxkv.core.hashing import chain_hashes, hash_rows, next_version
 from jaxkv.core.partitioning import Sharded
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.kv.placement import Placement
-from jaxkv.kv.record import INITIAL, CellRecord
+from jaxkv.kv.record import INITIAL, CellRecord, FieldSpecs, zero_fields
 from jaxkv.window import Window
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ class Cells(CellRecord, Sharded):
         return self.sequences // self.streams
 
 
-@partial(jax.jit, static_argnames=("stacked_layers", "cells", "sequences", "streams"))
+@partial(jax.jit, static_argnames=("stacked_layers", "cells", "sequences", "streams", "fields"))
 def empty_fields(
-    *, stacked_layers: int, cells: int, sequences: int, streams: int
-) -> dict[str, jax.Array | None]:
+    *, stacked_layers: int, cells: int, sequences: int, streams: int, fields: FieldSpecs = ()
+) -> dict[str, Any]:
     """Return the arrays of `Cells` for a table of empty cells, by field name."""
     shapes = {"owners": (streams, -(-(sequences // streams) // WORD), cells)}
     record = {
@@ -91,6 +91,7 @@ def empty_fields(
     }
     return {
         **record,
+        "user_fields": zero_fields(fields, streams, cells),
         "evicted_below": jnp.zeros((sequences,), jnp.int32),
         "version": jnp.zeros((streams,), jnp.uint32),
         "incomplete": jnp.zeros((streams, stacked_layers), bool) if stacked_layers else None,

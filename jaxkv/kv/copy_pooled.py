@@ -33,7 +33,7 @@ from jaxkv.kv.cells import (
     with_owners,
 )
 from jaxkv.kv.cells import seq_cp as share
-from jaxkv.kv.record import CellRecord
+from jaxkv.kv.record import CellRecord, with_fields_of
 from jaxkv.kv.shards import Shard, map_kv, map_streams, map_table, shard_of_table
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import choose_cells, mark_used, usable_cells
@@ -214,6 +214,7 @@ def plan_transfer(
     Parents are sequences of the table `source`, and targets are distinct sequences of `base`.
     Reserved cells are not overwritten.
     """
+    source = with_fields_of(source, base)
     evicted_below = evicted_below_of_copy(source, parents, start, stop)
     where = jnp.where(is_copied, targets, base.sequences)
     words = union_of_sequence_bits(base, where)

@@ -111,6 +111,7 @@ def make_empty_like(
         cells=num_cells,
         sequences=sequences,
         streams=1,
+        fields=cells.field_specs,
     )
 
     def zeros(x: jax.Array) -> jax.Array:

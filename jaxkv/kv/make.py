@@ -156,6 +156,7 @@ def _make_arrays(
         cells=cells,
         sequences=sequences,
         streams=streams,
+        fields=spec.fields,
     )
     buffers = _zero_buffers(spec, streams, cells, dtype, stacked, lanes, devices)
     return fields, buffers

@@ -10,6 +10,7 @@ from dataclasses import field, fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import DROP, FILL
@@ -17,10 +18,13 @@ from jaxkv.core.constants import EMPTY
 from jaxkv.core.pytree import field_values, pytree_dataclass
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int, Int32, UInt32
+    from jaxtyping import Array, Int, Int32, Shaped, UInt32
 
 R = TypeVar("R", bound="CellRecord")
 T = TypeVar("T")
+
+FieldSpecs = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
+"""Name, shape for one cell, and dtype of each user field, ordered by name."""
 
 
 @pytree_dataclass
@@ -34,6 +38,7 @@ class CellRecord:
       A cell that a ubatch fills gets a hash of the version of its stream and of its index.
     content: Hash of each cell's token and of the position for which the key was computed. Copies
       and moves of a cell preserve this hash.
+    user_fields: Arrays by name, see `Cache.with_fields`; 0 for a new token.
     """
 
     position: Int32[Array, "S N"] = field(metadata={"initial": np.int32(EMPTY)})
@@ -41,15 +46,42 @@ class CellRecord:
     shift: Int32[Array, "S N"] = field(metadata={"initial": np.int32(0)})
     stamp: UInt32[Array, "S N"] = field(metadata={"initial": np.uint32(0)})
     content: UInt32[Array, "S N"] = field(metadata={"initial": np.uint32(0)})
+    user_fields: dict[str, Shaped[Array, "S ... N"]] = field(default_factory=dict)
 
     @property
     def record(self) -> CellRecord:
         """The fields of `CellRecord`, without the fields of a subclass."""
-        return CellRecord(**{name: getattr(self, name) for name in INITIAL})
+        own = {name: getattr(self, name) for name in INITIAL}
+        return CellRecord(**own, user_fields=self.user_fields)
+
+    @property
+    def field_specs(self) -> FieldSpecs:
+        """Name, shape for one cell, and dtype of each user field."""
+        batch = self.position.ndim - 2  # axes that `jax.vmap` added
+        arrays = self.user_fields.items()
+        return tuple((name, x.shape[1 + batch : -1], np.dtype(x.dtype)) for name, x in arrays)
 
 
 INITIAL = {x.name: x.metadata["initial"] for x in fields(CellRecord) if "initial" in x.metadata}
-"""Value of each field in a new table, by field name."""
+"""Value of each field in a new table, by field name, without user fields."""
+
+
+def zero_fields(specs: FieldSpecs, streams: int, num_cells: int) -> dict[str, jax.Array]:
+    """Return user fields of zeros, by name."""
+    return {name: jnp.zeros((streams, *shape, num_cells), dtype) for name, shape, dtype in specs}
+
+
+def with_fields_of(source: R, target: CellRecord) -> R:
+    """Return `source` with the user fields of `target`: 0 for a field that `source` lacks."""
+    wanted = {name: form for name, *form in target.field_specs}
+    for name, *form in source.field_specs:
+        if form != wanted.get(name, form):
+            raise ValueError(
+                f"expected a source whose field {name!r} has shape and dtype {wanted[name]} as in "
+                f"the cache, got {form}; make both caches with equal fields"
+            )
+    missing = zero_fields(target.field_specs, *source.position.shape)
+    return replace(source, user_fields={x: source.user_fields.get(x, missing[x]) for x in wanted})
 
 
 def with_record(cells: R, record: CellRecord) -> R:

@@ -197,6 +197,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
         shift=jnp.int32(0),
         stamp=cell_stamps(stamp, ubatch.slots),
         content=content,
+        user_fields=jax.tree.map(lambda x: jnp.zeros((), x.dtype), cells.user_fields),
     )
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:

@@ -4,8 +4,9 @@
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ from jaxkv.table import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jaxtyping import Array, Bool, Int32
 
     from jaxkv.core.types import AnyMesh
@@ -90,7 +93,8 @@ class CellTable(Cells, CacheTable):
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
         """Return the `CacheSpec` of the layers in `buffers`."""
         heads, keys, values = zip(*buffers.head_sizes, strict=True)
-        return CacheSpec.attention(len(heads), heads, keys, values, self.window, buffers.ropes)
+        made = CacheSpec.attention(len(heads), heads, keys, values, self.window, buffers.ropes)
+        return replace(made, fields=self.field_specs)
 
     def describe(self, buffers: Buffers) -> str:
         """Return kind, sizes and bytes of a cache, for its `repr`."""
@@ -176,6 +180,29 @@ class CellTable(Cells, CacheTable):
             )
         evicted = cells.remove_owners(self, keep, is_asked)
         return eviction.accept_edit(self, evicted, self.evicted_below - 1)
+
+    def get_fields(self) -> dict[str, Any]:
+        """Return the user fields, `[S, ..., N]`, by name."""
+        return self.user_fields
+
+    def with_fields(self, values: Mapping[str, Any]) -> Self:
+        """Replace user fields; raise for an unknown name, or another shape or kind of number."""
+        arrays = {name: self._check_field(name, value) for name, value in values.items()}
+        return replace(self, user_fields={**self.user_fields, **arrays})
+
+    def _check_field(self, name: str, value: Any) -> jax.Array:
+        if name not in self.user_fields:
+            raise ValueError(
+                f"expected one of the fields {sorted(self.user_fields)}, got {name!r}; declare it "
+                "in CacheSpec.attention(fields=)"
+            )
+        old, new = self.user_fields[name], jnp.asarray(value)
+        if new.shape != old.shape or not jnp.can_cast(new.dtype, old.dtype, "same_kind"):
+            raise ValueError(
+                f"expected {old.dtype} of shape {old.shape} for the field {name!r}, got "
+                f"{new.dtype} of shape {new.shape}; pass one value for each cell"
+            )
+        return new.astype(old.dtype)
 
     def seq_cp(
         self,

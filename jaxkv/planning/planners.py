@@ -33,7 +33,9 @@ from jaxkv.spec import TableSpec, check_distinct
 from jaxkv.ubatch import Ubatch, mask_slots
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, PyTree
+    from collections.abc import Mapping
+
+    from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
     from jaxkv.core.types import Flags, Ids, Tokens
     from jaxkv.table import CacheTable
@@ -284,6 +286,7 @@ def plan_next(
     tokens: Int32[Array, "Z n"],
     sequences: Int32[Array, " Z"],
     valid: Bool[Array, "Z n"],
+    extra: Mapping[str, Shaped[Array, "Z n ..."]] | None = None,
 ) -> Plan:
     """Implement `plan_step`; a sequence id given twice is refused with DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
@@ -292,6 +295,7 @@ def plan_next(
         sequences=jnp.broadcast_to(sequences[:, None], (count, length)).reshape(-1),
         valid=valid.reshape(-1),
         outputs=valid.reshape(-1),
+        extra=None if extra is None else {k: x.reshape(-1, *x.shape[2:]) for k, x in extra.items()},
     )
     index, where = _lay_out_next_tokens(table, sequences, valid)
     plan = plan_single_ubatch(table, flat, _rank_in_rows(valid), index, outputs=count * length)

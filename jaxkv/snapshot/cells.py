@@ -74,12 +74,13 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     content: `[n]` uint32. Content hash of each saved cell.
     owners: `[n, W]` uint32. Bits of the saved sequences that own each cell, as in the table.
     evicted_below: `[q]` int32. For each saved sequence, 1 + its highest evicted position.
+    field.NAME: `[n, ...]`. User field NAME of each saved cell.
     """
 
     @staticmethod
     def describe(table: CellTable, buffers: Buffers) -> CellDescription:
         """Return the sizes, static fields and ropes of a cache, as JSON values."""
-        return {
+        description: CellDescription = {
             "kind": "attention",
             "cells": table.num_cells,
             "sequences": table.sequences,
@@ -88,6 +89,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "ropes": to_json(buffers.ropes),
             "latent": [_slice_bounds(sizes.latent) for sizes in buffers.head_sizes],
         }
+        fields = [(name, list(shape), dtype.name) for name, shape, dtype in table.field_specs]
+        if fields:
+            description["fields"] = fields
+        return description
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
@@ -99,7 +104,9 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
         find = partial(storage_in_snapshot, entries=entries)
         shapes = _buffer_shapes(sizes, static, ropes, description["latent"], find)
-        table = CellTable(**empty_fields(stacked_layers=0, **sizes), **static)
+        forms = {name: (shape, dtype) for name, shape, dtype in description.get("fields", ())}
+        fields = CacheSpec.attention(1, 1, 1, fields=forms).fields
+        table = CellTable(**empty_fields(stacked_layers=0, **sizes, fields=fields), **static)
 
         def zeros_as_saved(name: str, shape: Any) -> Stored:
             dtype = find(name).dtype
@@ -146,6 +153,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
         arrays = {
             **{name: getattr(host, name)[stream, ..., cell] for name in SAVED},
+            **{f"field.{x}": y[stream, ..., cell] for x, y in host.user_fields.items()},
             "stream": stream,
             "cell": cell,
             "owners": owners[stream, :, cell],
@@ -168,6 +176,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         for name in (*SAVED, "owners"):
             field = getattr(table, name)  # [S, ..., N]
             forms[name] = jax.ShapeDtypeStruct((count, *field.shape[1:-1]), field.dtype)
+        for name, shape, dtype in table.field_specs:
+            forms[f"field.{name}"] = jax.ShapeDtypeStruct((count, *shape), dtype)
         forms["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
 
         heads = [
@@ -206,6 +216,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         host, origin = jax.tree.map(np.array, to_host(table)), np.arange(len(cell))
         for name, field in {**_read_fields(read, seed), "owners": read("owners")}.items():
             getattr(host, name)[stream, ..., cell] = field
+        for name, field in host.user_fields.items():
+            field[stream, ..., cell] = read(f"field.{name}")
         host.evicted_below[np.array(sequences, int)] = read("evicted_below")
         filled = jax.tree.map(jnp.asarray, host).advance_version(table)
         return SlotAssignment(table=filled, streams=stream, cells=cell, origin=origin)
@@ -296,12 +308,16 @@ def _pool_of_saved_cells(
         home, word, bit = _locate_owner_bit(saved, seq)
         is_own = (stream == home) & (bits[:, word] >> np.uint32(bit) & 1 == 1)
         words[i // WORD, is_own] |= np.uint32(1 << i % WORD)
-    fields = {}
-    for name, field in {**_read_fields(read, seed), "owners": words}.items():
+
+    def pad_cells(field: np.ndarray, value: np.generic) -> Any:
         padding = [(0, 0)] * (field.ndim - 1) + [(0, size - count)]
-        fields[name] = np.pad(field, padding, constant_values=INITIAL[name])[None]
+        return np.pad(field, padding, constant_values=value)[None]
+
+    fields = {**_read_fields(read, seed), "owners": words}
+    user_fields = {name: np.moveaxis(read(f"field.{name}"), 0, -1) for name in saved.user_fields}
     return CellTable(
-        **fields,
+        **{name: pad_cells(field, INITIAL[name]) for name, field in fields.items()},
+        user_fields={name: pad_cells(x, x.dtype.type(0)) for name, x in user_fields.items()},
         evicted_below=jnp.asarray(read("evicted_below")),
         version=jnp.zeros(1, jnp.uint32),
         incomplete=None,

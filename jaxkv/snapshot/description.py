@@ -14,6 +14,7 @@ class CellDescription(TypedDict):
 
     latent: for each layer, the bounds of the slice of a key that is used as value; None if the
       layer stores values.
+    fields: name, shape and dtype of each user field; absent without user fields.
     """
 
     kind: Literal["attention", "source"]
@@ -23,6 +24,7 @@ class CellDescription(TypedDict):
     static: dict[str, Json]
     ropes: Json
     latent: list[list[int] | None]
+    fields: NotRequired[list[tuple[str, list[int], str]]]
 
 
 class StateDescription(TypedDict):

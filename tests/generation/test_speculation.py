@@ -55,7 +55,7 @@ class Known(generation.Drafter):
         valid = active[:, None] & (tokens >= 0)
         return self, DraftTokens(tokens, jnp.cumprod(valid, axis=1) > 0, None)
 
-    def update(self, sequences, at, fed, taken):
+    def update(self, sequences, at, fed, taken, features):
         return replace(self, start=self.start + taken)
 
 

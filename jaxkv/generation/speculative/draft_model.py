@@ -11,7 +11,8 @@ from jaxkv.core.donation import check_not_donated
 from jaxkv.core.pytree import field_values
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward
-from jaxkv.generation.speculative.drafters import DraftModel, check_rollback
+from jaxkv.generation.speculative.drafters import check_rollback
+from jaxkv.generation.speculative.model_drafter import DraftModel
 from jaxkv.generation.speculative.token_tree import check_branches
 from jaxkv.generation.speculative.tree_drafter import TreeDraftModel
 

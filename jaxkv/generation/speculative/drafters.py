@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -9,16 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, split
-from jaxkv.core.donation import check_not_donated
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, model_step
-from jaxkv.generation.padding import pad_prompts, select_per_text
-from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
-from jaxkv.generation.state import DecodeState, last_positions
-from jaxkv.planning.planners import plan_next
+from jaxkv.generation.padding import pad_prompts
+from jaxkv.generation.sampler import Sampler
+from jaxkv.generation.state import DecodeState
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
@@ -45,10 +42,14 @@ class Drafter(ABC):
 
     num_draft_tokens: n, the maximum number of tokens of a draft, static.
     num_branches: k, the number of branches of a draft, static; 1 by default.
+    features: Features of the last cached token of each sequence, a pytree of arrays `[Z, ...]`. If
+      not None, `update` gets the features of all fed tokens: the third result of the verifying
+      model, a pytree of arrays `[O, ...]` with a row for each row of the logits.
     """
 
     num_draft_tokens: int
     num_branches: int = 1
+    features: PyTree = None
 
     @property
     @abstractmethod
@@ -91,6 +92,7 @@ class Drafter(ABC):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
+        features: PyTree = None,
     ) -> Self:
         """Return the drafter after a step of the verifying model.
 
@@ -99,6 +101,8 @@ class Drafter(ABC):
           at: Position of `fed[:, 0]`.
           fed: `[Z, n + 1]`. The last sampled token, then the n draft tokens of the selected branch.
           num_cached: Number of fed tokens that are now in the cache; 0 if no token was sampled.
+          features: Features of the fed tokens, arrays `[Z, n + 1, ...]`; None if the drafter has
+            none. Features of tokens that are not in the cache have no meaning.
         """
 
 
@@ -154,9 +158,10 @@ class PromptLookup(Drafter):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
+        features: PyTree = None,
     ) -> PromptLookup:
         """Append the newly cached tokens to the recent tokens."""
-        del sequences, at
+        del sequences, at, features
         text = jnp.concatenate([self.recent, fed], axis=1)
         # Columns from `num_cached` to `num_cached + C - 1` have the last C tokens up to the last
         # cached token.
@@ -224,93 +229,6 @@ def prompt_lookup(
     )
 
 
-@pytree_dataclass
-class DraftModel(Drafter):
-    """Drafter of `draft_model` with one branch.
-
-    unfed: If the draft cache lacks exactly one token of the main cache, this token; otherwise -1.
-    """
-
-    params: PyTree
-    cache: Cache
-    unfed: Int32[Array, " Z"]
-    forward: Forward = static_field()
-    num_draft_tokens: int = static_field()
-
-    @property
-    def batch_size(self) -> int:
-        """Z, the number of sequences."""
-        return self.unfed.shape[0]
-
-    def check(self, cache: Cache) -> None:
-        """Raise a ValueError if the draft cache was donated or has another number of sequences."""
-        check_not_donated(self.cache, name="the draft's cache")
-        expected, actual = (x.table.spec.sequences for x in (cache, self.cache))
-        if expected != actual:
-            raise ValueError(
-                f"expected a draft whose cache has the {expected} sequences of the model's, got "
-                f"one of {actual}; make its cache with sequences={expected}"
-            )
-
-    def propose(
-        self,
-        sampler: Sampler,
-        state: DecodeState,
-        active: Bool[Array, " Z"],
-        at: Int32[Array, " Z"],
-    ) -> tuple[DraftModel, DraftTokens]:
-        """Run the draft model token by token; the first step also computes `unfed` tokens."""
-        check_state_size(self, state)
-        last = last_positions(self.cache.table)[state.sequence]
-        active = active & (last + 1 + (self.unfed >= 0) == at)
-        tokens = jnp.stack([self.unfed, state.token], axis=1)
-        valid = jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
-        carry = self.cache, state.sampler_state, state.token, active
-
-        def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
-            cache, adjusting, _, going = carry
-            plan = plan_next(cache.table, tokens, state.sequence, valid & going[:, None])
-            cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
-            logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
-            adjusted = adjust_logits(sampler, logits, adjusting)
-            token = sample_tokens(
-                sampler, adjusted, make_draw_keys(state.key, state.draw_index + i, 2)
-            )
-            going &= plan.ok & (token >= 0)
-            adjusting = select_per_text(going, sampler.update(adjusting, token), adjusting)
-            return (cache, adjusting, token, going), (token, going, adjusted)
-
-        carry, first = step(carry, tokens, valid, jnp.int32(0))
-
-        def draft_next_token(carry: tuple, i: jax.Array) -> tuple:
-            return step(carry, carry[2][:, None], jnp.ones_like(active)[:, None], i)
-
-        carry, rest = jax.lax.scan(
-            draft_next_token, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
-        )
-        made = jax.tree.map(
-            lambda x, others: jnp.moveaxis(jnp.concatenate([x[None], others]), 0, 1),
-            first,
-            rest,
-        )
-        adjusted = made[2] if sampler.is_random else None
-        return replace(self, cache=carry[0]), DraftTokens(made[0], made[1], adjusted)
-
-    def update(
-        self,
-        sequences: Int32[Array, " Z"],
-        at: Int32[Array, " Z"],
-        fed: Int32[Array, "Z places"],
-        num_cached: Int32[Array, " Z"],
-    ) -> DraftModel:
-        """Remove rejected tokens; set `unfed` if the draft cache lacks exactly one token."""
-        cache, _ = seq_rm(self.cache, sequences, at + num_cached)
-        num_missing = at + num_cached - 1 - last_positions(cache.table)[sequences]
-        last = jnp.take_along_axis(fed, jnp.maximum(num_cached - 1, 0)[:, None], axis=1)[:, 0]
-        unfed = jnp.where(num_cached > 0, last, self.unfed)
-        return replace(self, cache=cache, unfed=jnp.where(num_missing == 1, unfed, -1))
-
-
 def check_drafter(drafter: object) -> Drafter:
     """Return the argument if it is a drafter; otherwise raise a TypeError."""
     if not isinstance(drafter, Drafter):
@@ -340,3 +258,22 @@ def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
             f"rejected drafts, got {spec.kind} with max_rollback={spec.max_rollback}; make it "
             f"with max_rollback={num_states}"
         )
+
+
+def features_of_outputs(aux: PyTree, like: PyTree, *places: int) -> PyTree:
+    """Return the third result of a model, `[O, ...]`, with the axes `places` in place of O.
+
+    `like` has the features of one token of each sequence, `[Z, ...]`. If None, the result is None.
+    """
+    if like is None:
+        return None
+    shapes = jax.tree.map(lambda x: (math.prod(places), *x.shape[1:]), like)
+    got = jax.tree.map(jnp.shape, aux)
+    if got != shapes:
+        raise ValueError(
+            f"expected features of shape {shapes} as the third result of the model, got {got}; "
+            "return step, logits, features with a row for each of step.outputs"
+        )
+    return jax.tree.map(
+        lambda x, old: x.reshape(*places, *x.shape[1:]).astype(old.dtype), aux, like
+    )

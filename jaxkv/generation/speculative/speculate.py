@@ -16,7 +16,7 @@ from jaxkv.core.array_utils import DROP, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
+from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers, run_model
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import check_stop_tokens, empty_samples
 from jaxkv.generation.sampler import Sampler
@@ -27,6 +27,7 @@ from jaxkv.generation.speculative.drafters import (
     DraftTokens,
     check_drafter,
     check_rollback,
+    features_of_outputs,
 )
 from jaxkv.generation.state import (
     DecodeState,
@@ -80,7 +81,10 @@ class _Progress(NamedTuple):
 
 
 class _StepResult(NamedTuple):
-    """Result of one step: n + 1 sampled tokens, of which the first `num_tokens` are used."""
+    """Result of one step: n + 1 sampled tokens, of which the first `num_tokens` are used.
+
+    `features` has the features of the fed tokens; None if the drafter has none.
+    """
 
     tokens: Int32[Array, "Z places"]
     logprobs: Float[Array, "Z places"]
@@ -88,6 +92,7 @@ class _StepResult(NamedTuple):
     accepted: Int32[Array, " Z"]
     state: DecodeState
     drafting: Bool[Array, " Z"]
+    features: PyTree
 
 
 def speculate(
@@ -171,6 +176,11 @@ def speculate(
             f"expected a draft of {texts} texts, got one of {drafter.batch_size}; make it for "
             f"{texts} texts"
         )
+    if drafter.num_branches > 1 and drafter.features is not None:
+        raise ValueError(
+            f"expected one branch from a drafter with features, got {drafter.num_branches}; make "
+            "it with num_branches=1"
+        )
     drafter.check(cache)
     if not texts:
         return DecodeResult(cache, state, *_empty_drafted_tokens(0, num_tokens), drafter=drafter)
@@ -246,7 +256,9 @@ def _speculate(
         return _Progress(
             cache=cache,
             state=result.state,
-            draft=draft.update(progress.state.sequence, progress.at, fed, result.num_tokens),
+            draft=draft.update(
+                progress.state.sequence, progress.at, fed, result.num_tokens, result.features
+            ),
             made=_DraftedTokens(
                 tokens=_append_rows(made.tokens, done, result.tokens, result.num_tokens),
                 logprobs=_append_rows(
@@ -311,6 +323,9 @@ def _run_draft_width_step(
         accepted=jnp.zeros(texts, jnp.int32),
         state=progress.state,
         drafting=progress.drafting,
+        features=jax.tree.map(
+            lambda x: jnp.zeros((texts, tries + 1, *x.shape[1:]), x.dtype), progress.draft.features
+        ),
     )
     narrow = ~jnp.any(draft.valid)
     alone = draft if setup.sequences is None else jax.tree.map(lambda x: x[:, 0], draft)
@@ -319,8 +334,12 @@ def _run_draft_width_step(
         part = draft if width else jax.tree.map(lambda x: x[:, :0], alone)
         cache, result = _feed_and_verify(setup, part, active, progress._replace(cache=carry[0]))
         more = [(0, 0), (0, tries - width)]
-        tokens, logprobs = (jnp.pad(x, more) for x in (result.tokens, result.logprobs))
-        return cache, result._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
+        padded = jax.tree.map(
+            lambda x: jnp.pad(x, more + [(0, 0)] * (x.ndim - 2)),
+            (result.tokens, result.logprobs, result.features),
+        )
+        fields = dict(zip(("tokens", "logprobs", "features"), padded, strict=True))
+        return cache, result._replace(**fields), jnp.array(False)
 
     carry = progress.cache, empty_result, narrow
     carry = jax.lax.while_loop(lambda carry: carry[2], partial(step_of_width, 0), carry)
@@ -338,7 +357,7 @@ def _feed_and_verify(
     state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_draft if draft.tokens.ndim == 2 else _feed_branches
-    cache, plan, ok, picks, draft = feed(setup, draft, active, progress)
+    cache, plan, ok, picks, draft, features = feed(setup, draft, active, progress)
     tokens, logprobs, is_accepted_so_far, adjusting = picks
     width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop_tokens[:, None], axis=2) | (tokens < 0)
@@ -381,22 +400,25 @@ def _feed_and_verify(
         accepted=jnp.sum(as_guessed, axis=1, dtype=jnp.int32),
         state=state,
         drafting=progress.drafting & ~(refused & guessed),
+        features=features,
     )
 
 
 def _feed_draft(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
-) -> tuple[Cache, Plan, Bool[Array, " Z"], tuple, DraftTokens]:
+) -> tuple[Cache, Plan, Bool[Array, " Z"], tuple, DraftTokens, PyTree]:
     """Run the model on drafts of one branch; the third result is `active & plan.ok`."""
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
-    cache, logits = model_step(setup.forward, setup.params, progress.cache, plan.ubatches[0])
+    cache, logits, aux = run_model(setup.forward, setup.params, progress.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
-    return cache, plan, ok, verify_draft(setup.sampler, logits, draft, state, ok), draft
+    picks = verify_draft(setup.sampler, logits, draft, state, ok)
+    features = features_of_outputs(aux, progress.draft.features, *fed.shape)
+    return cache, plan, ok, picks, draft, features
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "Z n V"]) -> None:
@@ -409,7 +431,7 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "Z n V"]) -> None
 
 def _feed_branches(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " Z"], progress: _Progress
-) -> tuple[Cache, Plan, Bool[Array, " Z"], tuple, DraftTokens]:
+) -> tuple[Cache, Plan, Bool[Array, " Z"], tuple, DraftTokens, None]:
     """Run the model once for all branches of a draft, and keep one branch."""
     state, sequences = progress.state, setup.sequences
     assert sequences is not None
@@ -429,4 +451,4 @@ def _feed_branches(
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
         for x in (draft.tokens, draft.valid)
     )
-    return cache, plan, ok, tuple(samples), DraftTokens(tokens, valid, None)
+    return cache, plan, ok, tuple(samples), DraftTokens(tokens, valid, None), None

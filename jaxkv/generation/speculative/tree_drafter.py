@@ -14,12 +14,13 @@ from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.generation.model_step import model_step
 from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
 from jaxkv.generation.speculative import token_tree
-from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens, check_state_size
+from jaxkv.generation.speculative.drafters import DraftTokens, check_state_size
+from jaxkv.generation.speculative.model_drafter import DraftModel
 from jaxkv.generation.state import DecodeState, last_positions
 from jaxkv.planning.planners import plan_next
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, Key
+    from jaxtyping import Array, Bool, Float, Int32, Key, PyTree
 
 
 @pytree_dataclass
@@ -118,6 +119,7 @@ class TreeDraftModel(DraftModel):
         at: Int32[Array, " Z"],
         fed: Int32[Array, "Z places"],
         num_cached: Int32[Array, " Z"],
+        features: PyTree = None,
     ) -> DraftModel:
         """Keep the accepted branch, and update the drafter as with a single branch."""
         table, buffers = self.cache.table, self.cache.buffers
@@ -126,4 +128,4 @@ class TreeDraftModel(DraftModel):
         branch = jnp.argmax(jnp.all(same, axis=2), axis=1).astype(jnp.int32)
         table = token_tree.keep_branch(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))
-        return super(TreeDraftModel, kept).update(sequences, at, fed, num_cached)
+        return super(TreeDraftModel, kept).update(sequences, at, fed, num_cached, features)

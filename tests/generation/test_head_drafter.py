@@ -1,0 +1,173 @@
+"""`head_drafter`: drafts of a head over features equal those of a head without a cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import generation
+from tests.helpers.caches import attention_cache
+
+VOCABULARY, SIZE, DRAFT = 5, 6, 3
+WEIGHTS = {
+    name: jnp.asarray(np.random.default_rng(i).normal(size=(VOCABULARY, SIZE)), jnp.float32)
+    for i, name in enumerate(("embed", "unembed"))
+}
+PROMPTS = [[1, 2, 3, 4], [3, 0, 1]]
+
+
+def read_logits(params, step, x):
+    rows = x.reshape(-1, SIZE)[step.outputs]
+    return rows @ params["unembed"].T, rows
+
+
+def forward(params, step):
+    """A model of one layer, whose features are its outputs."""
+    x = params["embed"][step.tokens][:, :, None]
+    step, out = jaxkv.attend(step, 0, x, x, x)
+    return step, *read_logits(params, step, jnp.tanh(x + out))
+
+
+def head(params, step):
+    """A head that attends to the sums of embeddings and features."""
+    features = step.extra["features"][:, :, None]
+    x = jnp.tanh(0.2 * params["embed"][step.tokens][:, :, None] + features)
+    step, out = jaxkv.attend(step, 0, x, x, x)
+    return step, *read_logits(params, step, jnp.tanh(features + 0.3 * out))
+
+
+def make(**sizes):
+    return attention_cache(layers=1, kv_heads=1, head_dim=SIZE, **{"cells": 64, **sizes})
+
+
+def run_once(model, tokens, features=None):
+    """Logits and features of all tokens, computed in an empty cache."""
+    extra = None if features is None else {"features": jnp.stack(features)}
+    batch = jaxkv.make_batch(tokens, outputs=[True] * len(tokens), extra=extra)
+    cache = make(cells=32)
+    plan = jaxkv.init_batch(cache, batch, ubatch_size=32)
+    _, *results = model(WEIGHTS, jaxkv.apply(cache, plan.ubatches[0]))
+    return [plan.gather_outputs([x]) for x in results]
+
+
+def speculate_without_caches(prompt, count):
+    """Tokens and counts of a greedy loop that computes model and head on whole texts."""
+    tokens = [*prompt, int(run_once(forward, prompt)[0][-1].argmax())]
+    steps = drafted = accepted = 0
+    while len(tokens) - len(prompt) - 1 < count:
+        features = list(run_once(forward, tokens[:-1])[1])
+        text, room = tokens[1:], min(DRAFT, count - (len(tokens) - len(prompt) - 1) - 1)
+        guesses = []
+        while len(guesses) < DRAFT:
+            logits, own = run_once(head, text, features)
+            guesses.append(int(logits[-1].argmax()))
+            text, features = [*text, guesses[-1]], [*features, own[-1]]
+        guesses = guesses[:room]
+        best = run_once(forward, [*tokens, *guesses])[0].argmax(axis=1)[len(tokens) - 1 :].tolist()
+        num_right = next((i for i, g in enumerate(guesses) if g != best[i]), len(guesses))
+        tokens += best[: num_right + 1]
+        steps, drafted, accepted = steps + 1, drafted + len(guesses), accepted + num_right
+    return tokens[len(prompt) :], steps, drafted, accepted
+
+
+def init(cache, drafter_cache):
+    """Prefill a model and its head with the prompts; return a cache, a state and a drafter."""
+    done = jaxkv.prefill(forward, WEIGHTS, cache, PROMPTS)
+    state = generation.init_decode(done.cache, logits=done).state
+    features = [run_once(forward, prompt)[1] for prompt in PROMPTS]
+    batch = jaxkv.make_batch(
+        [prompt[1:] for prompt in PROMPTS],
+        extra={"features": jnp.concatenate([x[:-1] for x in features])},
+    )
+    own = jaxkv.prefill(head, WEIGHTS, drafter_cache, batch).cache
+    last = jnp.stack([x[-1] for x in features])
+    drafter = generation.head_drafter(head, WEIGHTS, own, last, num_draft_tokens=DRAFT)
+    return done.cache, state, drafter
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_drafts_of_head_equal_those_without_caches(streams):
+    sizes = dict(sequences=2, streams=streams)
+    cache, state, drafter = init(make(**sizes), make(**sizes))
+    plain = generation.decode(forward, WEIGHTS, cache, state, num_tokens=13)
+    out = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=13)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    for i, prompt in enumerate(PROMPTS):
+        tokens, steps, drafted, accepted = speculate_without_caches(prompt, 13)
+        assert [int(state.token[i]), *out.tokens[i].tolist()] == tokens
+        counts = out.num_model_steps[i], out.num_drafted[i], out.num_accepted[i]
+        assert tuple(map(int, counts)) == (steps, drafted, accepted)
+        assert 0 < accepted < drafted  # both outcomes occur
+    # The second call continues with the features of the first.
+    first = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=5)
+    rest = dict(drafter=first.drafter, num_tokens=8)
+    second = generation.speculate(forward, WEIGHTS, first.cache, first.state, **rest)
+    np.testing.assert_array_equal(jnp.hstack([first.tokens, second.tokens]), plain.tokens)
+
+
+def test_full_cache_of_head_ends_drafts_and_not_the_text():
+    cache, state, drafter = init(make(sequences=2), make(sequences=2, cells=12))
+    plain = generation.decode(forward, WEIGHTS, cache, state, num_tokens=13)
+    out = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=13)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert 0 < out.num_drafted.sum() < 40
+
+
+def test_random_drafts_of_head_are_verified_with_their_own_chances():
+    """All draft tokens are accepted if the head has the chances of the model."""
+
+    def uniform(params, step):
+        return write_nothing(step), jnp.zeros((step.outputs.size, VOCABULARY)), rows_of(step)
+
+    def write_nothing(step):
+        x = jnp.zeros((*step.valid.shape, 1, SIZE))
+        return jaxkv.attend(step, 0, x, x, x)[0]
+
+    def rows_of(step):
+        return jnp.zeros((step.outputs.size, SIZE))
+
+    cache = jaxkv.prefill(uniform, WEIGHTS, make(sequences=2), PROMPTS).cache
+    sampler = generation.make_sampler(temperature=1.0)
+    state = generation.init_decode(cache, tokens=[1, 2], sampler=sampler).state
+    drafter = generation.head_drafter(uniform, None, make(sequences=2), jnp.zeros((2, SIZE)))
+    options = dict(drafter=drafter, num_tokens=16, sampler=sampler)
+    out = generation.speculate(uniform, WEIGHTS, cache, state, **options)
+    assert out.num_accepted.tolist() == out.num_drafted.tolist() == [12, 12]
+    assert len(set(np.asarray(out.tokens).ravel().tolist())) == VOCABULARY
+
+
+def test_wrong_features_raise():
+    cache, state, drafter = init(make(sequences=2), make(sequences=2))
+
+    def without_features(params, step):
+        return forward(params, step)[:2]
+
+    with pytest.raises(ValueError, match=r"expected features of shape \(2, 6\) as the third"):
+        generation.speculate(without_features, WEIGHTS, cache, state, drafter=drafter, num_tokens=4)
+    with pytest.raises(ValueError, match=r"expected features \[Z, d\], got the shape \(6,\)"):
+        generation.head_drafter(head, WEIGHTS, make(), jnp.zeros(6))
+    with pytest.raises(TypeError, match="expected floats for features, got int32"):
+        generation.head_drafter(head, WEIGHTS, make(), jnp.zeros((2, 6), int))
+    other = generation.head_drafter(head, WEIGHTS, make(), jnp.zeros((2, 6)))
+    with pytest.raises(ValueError, match="expected a draft whose cache has the 2 sequences"):
+        generation.speculate(forward, WEIGHTS, cache, state, drafter=other, num_tokens=4)
+
+
+def test_speculate_with_features_compiles_once():
+    cache, state, drafter = init(make(sequences=2), make(sequences=2))
+    traces = []
+
+    def counted(params, step):
+        traces.append(step.valid.shape)
+        return forward(params, step)
+
+    run = jax.jit(
+        lambda cache, state, drafter: generation.speculate(
+            counted, WEIGHTS, cache, state, drafter=drafter, num_tokens=4
+        )
+    )
+    out = run(cache, state, drafter)
+    count = len(traces)
+    run(out.cache, out.state, out.drafter)
+    assert len(traces) == count
