@@ -255,12 +255,12 @@ class HybridTable(CacheTable):
         )
 
     def make_empty_like(
-        self, buffers: tuple, sequences: int, num_cells: int
+        self, buffers: tuple, sequences: int, num_cells: tuple[int, ...]
     ) -> tuple[HybridTable, tuple]:
         """Return an empty table and buffers of one stream, see `CacheTable`."""
-        pairs = self.pair_parts_with_buffers(buffers)
+        pairs = zip(self.pair_parts_with_buffers(buffers), num_cells, strict=True)
         return _combine_parts_and_buffers(
-            self, [part.make_empty_like(arrays, sequences, num_cells) for part, arrays in pairs]
+            self, [part.make_empty_like(arrays, sequences, (n,)) for (part, arrays), n in pairs]
         )
 
     @property

@@ -115,6 +115,21 @@ class Step(Partitioned):
         earlier = self.table.max_rollback(self.buffers, static_layer_number(layer))
         return self.ubatch.state_write_steps(earlier + 1)
 
+    def sum_by_stream(self, x: Shaped[Array, "P ..."]) -> Shaped[Array, "S ..."]:
+        """Sum an array with an entry for each list of `attend`, such as a mass, by stream.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=4, sequences=3, streams=3)
+          >>> step = apply(cache, init_batch(cache, make_batch([7, 8], sequences=2)))
+          >>> step.sum_by_stream(jnp.ones((1, 4))).tolist()
+          [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+        """
+        streams = self.ubatch.spec.streams
+        if streams == 1 or self.ubatch.row_is_sequence:
+            return x
+        return jnp.zeros((streams, *x.shape[1:]), x.dtype).at[self.ubatch.row_stream].add(x)
+
     @property
     def cache(self) -> Cache:
         """The cache with the tokens of the ubatch.

@@ -375,12 +375,12 @@ class CacheTable(Sharded):
 
     @abstractmethod
     def make_empty_like(
-        self, buffers: PyTree, sequences: int, num_cells: int
+        self, buffers: PyTree, sequences: int, num_cells: tuple[int, ...]
     ) -> tuple[Self, PyTree]:
         """Return an empty table and buffers of one stream, with the layers and form of others.
 
-        `num_cells` is the number of cells of attention layers; a part has no more cells than the
-        sequences can own.
+        `num_cells` has the number of cells of each part. An attention part has no more cells than
+        the sequences can own; recurrent layers ignore the number.
         """
 
     @abstractmethod

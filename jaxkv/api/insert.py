@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -100,7 +101,7 @@ def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = Fa
     return edit_result(*run(table, buffers, other_table, other_buffers, *map(jnp.atleast_1d, ids)))
 
 
-def extract(cache: Cache, sequences: Ids, *, cells: int) -> EditResult:
+def extract(cache: Cache, sequences: Ids, *, cells: int | Sequence[int]) -> EditResult:
     """Copy sequences of a cache into a new cache, such as a conversation to keep in host memory.
 
     The new cache has the sequences alone, with the ids 0, 1, ... in the given order, in one stream.
@@ -112,8 +113,9 @@ def extract(cache: Cache, sequences: Ids, *, cells: int) -> EditResult:
       cache: any cache.
       sequences: a sequence id, or a list of ids. For a traced id out of range, the new sequence is
         empty.
-      cells: number of cells of each attention part of the new cache. A part gets at most as many
-        cells as the sequences can own. Equal numbers share a compiled program, so round them up.
+      cells: number of cells of each attention part of the new cache, or a tuple with a number for
+        each part of a hybrid cache. A part gets at most as many cells as the sequences can own.
+        Equal numbers share a compiled program, so round them up.
 
     Returns:
       An `EditResult` with the new cache. If `ok` is False, the new cache is empty; see `insert` for
@@ -121,8 +123,8 @@ def extract(cache: Cache, sequences: Ids, *, cells: int) -> EditResult:
 
     Raises:
       ValueError: If a concrete id is not from 0 to Q - 1, or `sequences` is empty or nested.
-      ValueError: If `cells` is not from 1 to 2**30 - 1, or the mesh cannot split the cells evenly.
-      ValueError: If the cache was donated.
+      ValueError: If `cells` is not from 1 to 2**30 - 1, or not one number for each part.
+      ValueError: If the cache was donated, or the mesh cannot split the cells evenly.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -144,7 +146,14 @@ def extract(cache: Cache, sequences: Ids, *, cells: int) -> EditResult:
             f"expected one sequence id or a list of them, got the shape {ids.shape}; pass a flat "
             "list of at least one id"
         )
-    num_cells = check_count(cells, "cells", high=MAX_CELLS - 1)
+    parts = cache.parts
+    numbers = [*cells] if isinstance(cells, Sequence) else [cells] * len(parts)
+    if len(numbers) != len(parts):
+        raise ValueError(
+            f"expected a number of cells for each of {len(parts)} parts, got {cells!r:.60}; see "
+            "cache.parts"
+        )
+    num_cells = tuple(check_count(number, "cells", high=MAX_CELLS - 1) for number in numbers)
     return edit_result(*_extract(table, buffers, ids, num_cells=num_cells))
 
 
@@ -169,7 +178,11 @@ _insert_donated = jit_table(_insert_sequences, donate_argnames="buffers")
 
 @partial(jit_table, static_argnames="num_cells")
 def _extract(
-    table: CacheTable, buffers: PyTree, sequences: Int32[Array, " n"], *, num_cells: int
+    table: CacheTable,
+    buffers: PyTree,
+    sequences: Int32[Array, " n"],
+    *,
+    num_cells: tuple[int, ...],
 ) -> tuple[Cache, EditCheck]:
     count = sequences.size
     empty = table.make_empty_like(buffers, count, num_cells)

@@ -100,22 +100,22 @@ def insert(
 
 
 def make_empty_like(
-    cells: C, buffers: Buffers, sequences: int, num_cells: int
+    cells: C, buffers: Buffers, sequences: int, num_cells: tuple[int, ...]
 ) -> tuple[C, Buffers]:
     """Return an empty table and buffers of one stream, with the layers and the form of others."""
     largest = cells.num_cells * min(sequences, cells.streams)  # the sequences own no more cells
-    num_cells = min(num_cells, largest)
-    ubatch_size = cells.ubatch_size if num_cells == largest else None
+    size = min(*num_cells, largest)
+    ubatch_size = cells.ubatch_size if size == largest else None
     fields = empty_fields(
         stacked_layers=0 if cells.incomplete is None else cells.incomplete.shape[1],
-        cells=num_cells,
+        cells=size,
         sequences=sequences,
         streams=1,
         fields=cells.field_specs,
     )
 
     def zeros(x: jax.Array) -> jax.Array:
-        return jnp.zeros((buffers.layers_per_array, x.shape[1], num_cells, x.shape[3]), x.dtype)
+        return jnp.zeros((buffers.layers_per_array, x.shape[1], size, x.shape[3]), x.dtype)
 
     table = replace(cells, **fields, placement=FirstFit(), ubatch_size=ubatch_size)
     return table, jax.tree.map(zeros, buffers)

@@ -145,7 +145,7 @@ def can_insert(
 
 
 def make_empty_like(
-    states: T, buffers: Buffers, sequences: int, num_cells: int
+    states: T, buffers: Buffers, sequences: int, num_cells: tuple[int, ...]
 ) -> tuple[T, Buffers]:
     """Return an empty table and buffers of one stream, with as many earlier states."""
     del num_cells  # of attention layers

@@ -320,3 +320,15 @@ def test_insert_donating_copies_no_buffer(stacked):
     made = [(out, op) for out, op, _ in hlo.instructions(program) if out.startswith("f32")]
     assert sum(op == "gather" for _, op in made) == 4
     assert sum(op == "fusion" and "2,8192,64]" in out for out, op in made) == 4
+
+
+def test_parts_of_an_extracted_cache_have_their_own_numbers_of_cells():
+    kind = SMALL.__class__("two", cells=8, sequences=3, windows=(None, None))
+    cache = fill_cache(6, kind=kind)
+    position = cache.parts[1].cell_positions(0)
+    cache = jaxkv.evict(cache, (None, position[None] >= 3)).check()
+    small = jaxkv.extract(cache, 0, cells=(6, 3)).check()
+    assert [part.table.num_cells for part in small.parts] == [6, 3]
+    assert jaxkv.extract(cache, 0, cells=(6, 2)).reason == jaxkv.Reason.OUT_OF_CELLS
+    with pytest.raises(ValueError, match=r"expected a number of cells for each of 2 parts, got \(6"):
+        jaxkv.extract(cache, 0, cells=(6,))
