@@ -68,7 +68,8 @@ class Model:
 
     config: sizes and switches, an instance of `Config` of the family.
     params: tree of arrays; in a model from `load_shapes`, tree of shapes.
-    forward: `(params, step) -> (step, logits)`. The argument `step` is the result of `jaxkv.apply`.
+    forward: `(params, step) -> (step, logits)`, and the attention mass if `load` was called with
+      `return_mass=True`. The argument `step` is the result of `jaxkv.apply`.
       The function is not compiled; `jaxkv.generation` compiles it.
     checkpoint: source of the weights.
     family: module that defines the model.
@@ -191,6 +192,7 @@ def load(
     dtype: Any = jnp.float32,
     cache_dtype: Any = None,
     implementation: jaxkv.ops.attention.Implementation | None = None,
+    return_mass: bool = False,
     mesh: Mesh | None = None,
     rules: ShardingRules = ShardingRules(),  # noqa: B008 (frozen)
     progress: Progress | None = None,
@@ -204,6 +206,8 @@ def load(
       cache_dtype: default dtype of caches, see `Model.make_cache`. If None, this default is the
         dtype of the params.
       implementation: attention implementation, see `jaxkv.attend`. If None, jaxkv selects one.
+      return_mass: whether `forward` also returns, as third result, a tuple with the attention mass
+        `[S, H, N]` of each attention layer in order, for the argument `edit` of loops.
       mesh: mesh that splits the params. Run the model inside a block `with jax.set_mesh(mesh):`.
       rules: rules with the names of mesh axes. The axes in the field `kv_heads` split params. The
         axes in the field `cells` also split some of these params (see `Split.with_cells`).
@@ -223,7 +227,8 @@ def load(
       array([19556], dtype=int32)
     """
     checkpoint = open_checkpoint(name_or_path)
-    model = _with_shapes(checkpoint, dtype, cache_dtype, implementation)
+    options = {"implementation": implementation, "return_mass": return_mass or None}
+    model = _with_shapes(checkpoint, dtype, cache_dtype, options)
     sources = model.family.weights_of(checkpoint, model.config)
     if problems := _problems(checkpoint, model.params, sources):
         raise ModelError(
@@ -274,17 +279,22 @@ def _with_shapes(
     checkpoint: Checkpoint,
     dtype: Any,
     cache_dtype: Any,
-    implementation: jaxkv.ops.attention.Implementation | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Model:
-    """Return the model of a checkpoint, in which each param is a `jax.ShapeDtypeStruct`."""
+    """Return the model of a checkpoint, in which each param is a `jax.ShapeDtypeStruct`.
+
+    `options` are fields of its config, or None for the default.
+    """
     family, config = family_of(checkpoint)
-    if implementation is not None:
-        if not hasattr(config, "implementation"):
+    for name, value in (options or {}).items():
+        if value is None:
+            continue
+        if not hasattr(config, name):
             raise ModelError(
-                f"{checkpoint.source} has no attention; leave out "
-                f"implementation={implementation!r}."
+                f"{checkpoint.source}: expected a model with {name}, got one without; leave out "
+                f"{name}={value!r}."
             )
-        config = replace(config, implementation=implementation)
+        config = replace(config, **{name: value})
     _check_cache(checkpoint, family, config, cache_dtype)
     forward, encoder, shapes = functional(family, config, dtype)
     return Model(
@@ -342,8 +352,13 @@ def functional(
     """
     graph, state = _abstract(family, config, dtype)
 
-    def forward(params: Any, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
-        return nnx.merge(graph, params)(step)
+    def forward(params: Any, step: jaxkv.Step) -> tuple:
+        module = nnx.merge(graph, params)
+        outputs = module(step)
+        if not getattr(config, "return_mass", False):
+            return outputs
+        masses = nnx.to_pure_dict(nnx.pop(module, nnx.Intermediate))
+        return *outputs, tuple(jax.tree.leaves(masses))  # in the order of layers
 
     def encoder(params: Any, step: jaxkv.Step) -> jaxkv.Step:
         return nnx.merge(graph, params).encode(step)

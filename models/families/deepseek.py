@@ -89,6 +89,7 @@ class Config(language_model.Config):
     expert_hidden: int
     shared_hidden: int
     implementation: jaxkv.ops.attention.Implementation | None = None
+    return_mass: bool = False
 
 
 class LatentAttention(nnx.Module):
@@ -121,14 +122,16 @@ class LatentAttention(nnx.Module):
         key = jnp.concatenate([rotate(k_rope), self.norm(latent)], axis=-1)
         q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])
         q = jnp.concatenate([rotate(q_rope), q], axis=-1)
-        step, out = jaxkv.attend(
+        step, out, *mass = jaxkv.attend(
             step,
             self.layer,
             q,
             key,
             scale=c.scale,
             implementation=c.implementation,
+            return_mass=c.return_mass,
         )
+        sow_mass(self, step, mass)
         out = jnp.einsum("rthc,hdc->rthd", out, self.to_values[...])
         return step, self.output(out.reshape(*x.shape[:2], -1))
 

@@ -45,6 +45,7 @@ class AttentionConfig(Config):
     kv_heads: number of key/value heads, K.
     head_dim: size of a head, D.
     implementation: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
+    return_mass: whether the model also returns the attention mass of each layer.
     """
 
     width: int
@@ -52,6 +53,7 @@ class AttentionConfig(Config):
     kv_heads: int
     head_dim: int
     implementation: jaxkv.ops.attention.Implementation | None = None
+    return_mass: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class HybridConfig(AttentionConfig):
 
 
 def attention_fields(checkpoint: Checkpoint, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
-    """Read the fields of `AttentionConfig`, except `implementation`, from a checkpoint.
+    """Read the fields of `AttentionConfig` from a checkpoint, except those of `models.load`.
 
     The argument `eps` is the key of the epsilon. Raises `ModelError` if the number of query heads
     is no multiple of the number of key/value heads.

@@ -110,6 +110,7 @@ class Heads(Protocol):
     kv_heads: int
     head_dim: int
     implementation: jaxkv.ops.attention.Implementation | None
+    return_mass: bool
 
 
 class Attention(nnx.Module):
@@ -197,7 +198,7 @@ class Attention(nnx.Module):
             turned = self.rope.rotate(turned, step.positions)
         turned = turned.reshape(qk.shape)
         q, k = jnp.split(turned, [group], axis=3)
-        step, out = jaxkv.attend(
+        step, out, *mass = jaxkv.attend(
             step,
             self.layer,
             *(part.reshape(*token, -1, c.head_dim) for part in (q, k, v)),
@@ -205,11 +206,19 @@ class Attention(nnx.Module):
             sinks=self.sinks[...] if self.has_sinks else None,
             bias=added,
             implementation=c.implementation,
+            return_mass=c.return_mass,
         )
+        sow_mass(self, step, mass)
         out = out.reshape(*token, -1)
         if self.gated:
             out = out * jax.nn.sigmoid(gate.reshape(out.shape))
         return step, self.output(out)
+
+
+def sow_mass(layer: nnx.Module, step: jaxkv.Step, mass: list[jax.Array]) -> None:
+    """Store the attention mass of a layer, if there is one, for `functional` of `models.model`."""
+    if mass:
+        layer.sow(nnx.Intermediate, "mass", step.sum_by_stream(*mass))
 
 
 class GatedFeed(nnx.Module):
