@@ -37,7 +37,8 @@ def attend(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Step, Float[Array, "R T H Dv"]]:
+    return_mass: bool = False,
+) -> tuple[Step, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:
     """Write keys and values of a step into a layer, and attend to the visible cells.
 
     The shape `[R, T]` of the tokens is that of `step.valid`. A token attends to those cells of the
@@ -122,13 +123,11 @@ def attend(
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`, with ALiBi (`f_max_alibi_bias`) as the only bias.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-    visibility = {"causal": causal, "visible_until": visible_until}
+    options |= {"causal": causal, "visible_until": visible_until, "return_mass": return_mass}
     writes = k is not None or v is not None
     path, part = _find_layer(step, "attend", layer, writes=writes)
-    buffers, out = kv.attend(
-        part, path[-1], q, k, v, implementation=implementation, **options, **visibility
-    )
-    return step.with_layer(path, buffers) if writes else step, out
+    buffers, *out = kv.attend(part, path[-1], q, k, v, implementation=implementation, **options)
+    return step.with_layer(path, buffers) if writes else step, *out
 
 
 @explain_donation_errors

@@ -25,6 +25,7 @@ from jaxkv.ops.attention.softmax import (
     make_options,
     normalize,
     reset_where_bias_hides_all,
+    sum_weights,
     ungroup_queries,
     with_sinks,
 )
@@ -218,6 +219,9 @@ IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
     "cudnn": jax_nn.cudnn,
 }
 
+WITHOUT_KERNELS = with_derivatives(cpu=xla_cpu_tiled.attend_on_cpu, default=attend_by_shapes)
+"""The implementation that replaces kernels and `jax.nn`, which return no logits."""
+
 
 def partial_attention(
     q: Float[Array, "P T H D"],
@@ -239,7 +243,10 @@ def partial_attention(
             f"'whole' or 'xla'"
         )
     check_attention_arguments(q, k, v, options)
-    sums = IMPLEMENTATIONS[implementation](q, k, v, visibility, options)
+    attend = IMPLEMENTATIONS[implementation]
+    if options.keep_logits and implementation not in ("tiles", "whole"):
+        attend = WITHOUT_KERNELS
+    sums = attend(q, k, v, visibility, options)
     return sums if visibility.bias is None else reset_where_bias_hides_all(sums)
 
 
@@ -248,6 +255,15 @@ def finalize(
 ) -> Float[Array, "P T H Dv"]:
     """Add sinks to a partial softmax, and return the outputs in the dtype of the queries."""
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
+
+
+def finalize_mass(
+    sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: AttentionOptions
+) -> Float[Array, "P H N"] | None:
+    """Add sinks to a partial softmax, and return the attention mass; None without logits."""
+    if sums.logits is None:
+        return None
+    return sum_weights(with_sinks(sums, options.sinks), q.shape[1])
 
 
 _by_mask = with_derivatives_of(

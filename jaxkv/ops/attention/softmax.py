@@ -28,11 +28,13 @@ class AttentionOptions:
 
     scale: Factor that multiplies the products of queries and keys.
     softcap: Bound c: each scaled product x becomes c * tanh(x / c). If None, there is no bound.
+    keep_logits: Whether a partial softmax contains its logits, which the attention mass needs.
     """
 
     scale: float | None = static_field(default=None)
     softcap: float | None = static_field(default=None)
     sinks: Float[Array | np.ndarray, " H"] | None = None
+    keep_logits: bool = static_field(default=False)
 
     def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return queries times the scale, in the dtype of the queries."""
@@ -43,15 +45,24 @@ class AttentionOptions:
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+    def kept_logits(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"] | None:
+        """Return logits if `keep_logits` is True; otherwise None."""
+        return logits if self.keep_logits else None
+
 
 def make_options(
-    scale: float | None, softcap: float | None, sinks: Float[Array | np.ndarray, " H"] | None
+    scale: float | None,
+    softcap: float | None,
+    sinks: Float[Array | np.ndarray, " H"] | None,
+    *,
+    keep_logits: bool = False,
 ) -> AttentionOptions:
     """Return options; raise a TypeError if `scale` or `softcap` is traced or not a number."""
     return AttentionOptions(
         scale=None if scale is None else check_number(scale, "scale"),
         softcap=None if softcap is None else check_number(softcap, "softcap"),
         sinks=sinks,
+        keep_logits=keep_logits,
     )
 
 
@@ -63,11 +74,13 @@ class OnlineSoftmax(NamedTuple):
     max_logit: Highest logit of each query; LOWEST if no cell is visible.
     denom: Sum of exp(logit - max_logit).
     out: Sum of values times exp(logit - max_logit).
+    logits: Logits of all cells, LOWEST for hidden cells, if `AttentionOptions.keep_logits`.
     """
 
     max_logit: Float[Array, "P K X"]
     denom: Float[Array, "P K X"]
     out: Float[Array, "P K X Dv"]
+    logits: Float[Array, "P K X N"] | None = None
 
     def merge_block(
         self,
@@ -78,7 +91,11 @@ class OnlineSoftmax(NamedTuple):
         """Add sums over further cells; `max_logit` is the highest logit of old and new cells."""
         # `max_logit` is at least the old maximum, so the factor is at most 1 and cannot overflow.
         down = jnp.exp(self.max_logit - max_logit)
-        return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
+        return self._replace(
+            max_logit=max_logit,
+            denom=self.denom * down + denom,
+            out=self.out * down[..., None] + out,
+        )
 
 
 def softmax_dtype(q: Float[Array, "*_"]) -> jnp.dtype:
@@ -117,18 +134,21 @@ def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     """Set the partial softmax to `empty_softmax` where `sees`, `[P, K or 1, X]`, is False."""
-    return OnlineSoftmax(
-        jnp.where(sees, sums.max_logit, LOWEST),
-        jnp.where(sees, sums.denom, 0.0),
-        jnp.where(sees[..., None], sums.out, 0.0),
+    return sums._replace(
+        max_logit=jnp.where(sees, sums.max_logit, LOWEST),
+        denom=jnp.where(sees, sums.denom, 0.0),
+        out=jnp.where(sees[..., None], sums.out, 0.0),
     )
 
 
-def empty_softmax(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
+def empty_softmax(
+    q: Float[Array, "P K X D"], value_dim: int, num_logits: int | None = None
+) -> OnlineSoftmax:
     """Return a partial softmax over no cells, for packed queries; `value_dim` is Dv."""
     zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
-    return OnlineSoftmax(zero + LOWEST, zero, out)
+    logits = None if num_logits is None else jnp.full((*zero.shape, num_logits), LOWEST, zero.dtype)
+    return OnlineSoftmax(zero + LOWEST, zero, out, logits)
 
 
 def merge_softmax(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
@@ -148,7 +168,8 @@ def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoft
     highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0, keepdims=True))
     down = jnp.exp(parts[..., 0] - highest)
     out = jnp.sum(parts[..., 2:] * down[..., None], axis=0)
-    return OnlineSoftmax(highest[0], jnp.sum(parts[..., 1] * down, axis=0), out)
+    denom = jnp.sum(parts[..., 1] * down, axis=0)
+    return sums._replace(max_logit=highest[0], denom=denom, out=out)
 
 
 def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
@@ -169,6 +190,17 @@ def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | Non
 def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
     """Divide the weighted values by the denominators; return zeros where no cell is visible."""
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
+
+
+def sum_weights(sums: OnlineSoftmax, tokens: int) -> Float[Array, "P H N"]:
+    """Return the weight of each cell, summed over the T tokens of a list; sinks must be included.
+
+    The argument `tokens` is T.
+    """
+    # A denominator is 0 if no cell is visible.
+    logits, factors = sums.logits, jnp.where(sums.denom == 0.0, 0.0, 1 / sums.denom)
+    weights = jnp.exp(logits - sums.max_logit[..., None]) * factors[..., None]
+    return jnp.sum(weights.reshape(logits.shape[0], -1, tokens, logits.shape[3]), axis=2)
 
 
 def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:

@@ -88,7 +88,8 @@ def attend_by_mask(
     q = group_queries(options.scale_queries(q), k.shape[1])
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    sums = OnlineSoftmax(highest, *_sum_weighted_values(jnp.exp(logits - highest[..., None]), v))
+    denom, out = _sum_weighted_values(jnp.exp(logits - highest[..., None]), v)
+    sums = OnlineSoftmax(highest, denom, out, options.kept_logits(logits))
     return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
@@ -103,11 +104,14 @@ def add_cells(
 ) -> OnlineSoftmax:
     """Add cells `[P, K, C, ...]` to a partial softmax; call `zero_unseen` after the last cells.
 
-    The queries must be packed and scaled, and the values must be finite.
+    The queries must be packed and scaled, and the values must be finite. If the result has logits,
+    they are those of the added cells.
     """
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
-    return sums.merge_block(highest, *_sum_weighted_values(jnp.exp(logits - highest[..., None]), v))
+    weights = jnp.exp(logits - highest[..., None])
+    sums = sums.merge_block(highest, *_sum_weighted_values(weights, v))
+    return sums._replace(logits=options.kept_logits(logits))
 
 
 def _masked_logits(

@@ -154,9 +154,9 @@ def attend_packed(
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
     # All J parts share one maximum, so their sums are added without factors.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
-    return OnlineSoftmax(
-        highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v)
-    )
+    denom, out = _sum_weighted_values(jnp.exp(logits - highest), v)
+    kept = options.kept_logits(_join_parts(logits))
+    return OnlineSoftmax(highest.reshape(q.shape[:3]), denom, out, kept)
 
 
 def add_cells(
@@ -173,7 +173,13 @@ def add_cells(
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     weights = jnp.exp(logits - highest.reshape(*q.shape[:2], 1, -1, mask.shape[1], 1))
-    return sums.merge_block(highest, *_sum_weighted_values(weights, v))
+    sums = sums.merge_block(highest, *_sum_weighted_values(weights, v))
+    return sums._replace(logits=options.kept_logits(_join_parts(logits)))
+
+
+def _join_parts(logits: Float[Array, "P K J G T C"]) -> Float[Array, "P K X N"]:
+    lists, kv_heads, parts, _, _, size = logits.shape
+    return jnp.moveaxis(logits, 2, 4).reshape(lists, kv_heads, -1, parts * size)
 
 
 def _masked_logits(

@@ -132,7 +132,13 @@ def add_cells(
     logits = mask_logits(logits, jnp.any(cut, axis=1)[:, None, :, None], bias)
     highest = jnp.max(logits, axis=4, keepdims=True)
     total, out = _sum_weighted_values(jnp.exp(logits - highest), _cut_tiles(v, size))
-    return _join_tiles(sums, sees, highest[..., 0], total, out)
+    sums = _join_tiles(sums, sees, highest[..., 0], total, out)
+    if not options.keep_logits:
+        return sums
+    # From [P, K, M, G, C] to [P, K, G, T, M, C]; a tile is hidden from all but its token.
+    logits = logits.swapaxes(2, 3)[:, :, :, None]
+    logits = jnp.where(sees[:, None, None, ..., None], logits, LOWEST)
+    return sums._replace(logits=logits.reshape(*q.shape[:3], -1))
 
 
 def _join_tiles(

@@ -79,6 +79,7 @@ def add_tiles_one_by_one(
 
     def add_tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
+        logits, sums = sums.logits, sums._replace(logits=None)
         zero = jnp.zeros_like(i)
         block, tile_start, first = slice_of(active.places, (i, zero), (1, 3))[0]
 
@@ -108,10 +109,19 @@ def add_tiles_one_by_one(
             options,
             bias,
         )
-        sums = jax.tree.map(update_block, sums, more)
+        sums = jax.tree.map(update_block, sums, more._replace(logits=None))
+        if logits is not None and more.logits is not None:
+            # A cell that an earlier tile or pass added is hidden here, and has the lowest logit.
+            start = block, zero, zero, first
+            added = jnp.maximum(slice_of(logits, start, more.logits.shape), more.logits)
+            logits = jax.lax.dynamic_update_slice(
+                logits, added, start, allow_negative_indices=False
+            )
+        sums = sums._replace(logits=logits)
         # The barrier makes keys and values different in each iteration for XLA, which therefore
         # cannot move their conversion out of the loop.
         return (sums, *(jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)))
 
-    start = empty_softmax(q, v.shape[3]) if start is None else start
+    if start is None:
+        start = empty_softmax(q, v.shape[3], cells if options.keep_logits else None)
     return jax.lax.fori_loop(jnp.int32(0), active.num_active_tiles, add_tile, (start, k, v))[0]
