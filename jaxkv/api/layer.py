@@ -126,8 +126,10 @@ def attend(
     options |= {"causal": causal, "visible_until": visible_until, "return_mass": return_mass}
     writes = k is not None or v is not None
     path, part = _find_layer(step, "attend", layer, writes=writes)
-    buffers, *out = kv.attend(part, path[-1], q, k, v, implementation=implementation, **options)
-    return step.with_layer(path, buffers) if writes else step, *out
+    buffers, out, *mass = kv.attend(
+        part, path[-1], q, k, v, implementation=implementation, **options
+    )
+    return step.with_layer(path, buffers) if writes else step, out, *mass
 
 
 @explain_donation_errors

@@ -28,12 +28,12 @@ from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
 from jaxkv.kv.shards import Shard
 from jaxkv.ops.attention.active_tiles import split_visibility
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
-from jaxkv.ops.attention.dispatch import Implementation, finalize, finalize_mass
+from jaxkv.ops.attention.dispatch import Implementation, finalize
 from jaxkv.ops.attention.softmax import (
     AttentionOptions,
     make_options,
     merge_over_devices,
-    softmax_dtype,
+    sum_weights,
 )
 from jaxkv.ops.attention.token_blocks import attend_by_blocks
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
     from jaxkv.core.types import Tokens
+
+MASS_BLOCK = 64
+"""Largest number of tokens of a list whose weights are kept at once to compute attention mass."""
 
 
 def attend(
@@ -89,8 +92,9 @@ def attend(
         q = jnp.asarray(q)
         q, scale = q * check_floats("scale", scale).astype(q.dtype), 1.0
     check_static_bool(return_mass, "return_mass")
-    scale = size**-0.5 if scale is None else scale
-    options = make_options(scale, softcap, sinks, keep_logits=return_mass)
+    options = make_options(
+        size**-0.5 if scale is None else scale, softcap, sinks, keep_weights=return_mass
+    )
     added = check_bias(bias, (*q.shape[:3], layer_kv.num_cells))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     layer_kv, out, mass = _attend_layer(
@@ -338,7 +342,7 @@ def _attend_layer(
     ) -> tuple[LayerKV | None, jax.Array, jax.Array | None]:
         readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
-        if shared_axes and options.keep_logits:  # each row is a list, on all devices
+        if shared_axes and options.keep_weights:  # each row is a list, on all devices
             visibility = split_visibility(visibility, len(q) // len(visibility.at))
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
@@ -347,14 +351,14 @@ def _attend_layer(
             layer_kv = _write_local_kv(axes, layer_kv, step.ubatch, new)
 
         def attend_to_block(visibility: Visibility, q: jax.Array) -> tuple:
-            sums = layer_kv.attend(q, visibility, options, implementation)
-            sums = merge_over_devices(sums, (*axes.cells, *shared_axes))
-            return finalize(sums, q, options), finalize_mass(sums, q, options)
+            part = layer_kv.attend(q, visibility, options, implementation)
+            sums = merge_over_devices(part, (*axes.cells, *shared_axes))
+            mass = sum_weights(part, sums, options, q.shape[1])
+            return finalize(sums, q, options), mass
 
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
-        held = len(lists) * q.shape[2] * layer_kv.num_cells * softmax_dtype(q).itemsize
-        held = held if options.keep_logits else 0
-        out, mass = attend_by_blocks(attend_to_block, held, visibility, lists)
+        size = MASS_BLOCK if options.keep_weights else lists.shape[1]
+        out, mass = attend_by_blocks(attend_to_block, size, visibility, lists)
         out = out.reshape(*q.shape[:3], -1)
         readable = _all_over_axes(readable, shared_axes)
         out = jnp.where(readable[..., None, None], out, jnp.nan)
@@ -375,7 +379,7 @@ def _attend_layer(
         _specs_of_bias(bias, rows, heads, axes.cells),
         P(rows),
     )
-    mass_specs = P(rows, heads, axes.cells) if options.keep_logits else None
+    mass_specs = P(rows, heads, axes.cells) if options.keep_weights else None
     out_specs = (kv_specs if new else None), query_specs, mass_specs
     args = layer_kv, incomplete, new, q, options, bias, visible_until
     return map_step(step, axes.streams, attend_on_shard, args, in_specs, out_specs)

@@ -25,7 +25,6 @@ from jaxkv.ops.attention.softmax import (
     make_options,
     normalize,
     reset_where_bias_hides_all,
-    sum_weights,
     ungroup_queries,
     with_sinks,
 )
@@ -220,7 +219,7 @@ IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
 }
 
 WITHOUT_KERNELS = with_derivatives(cpu=xla_cpu_tiled.attend_on_cpu, default=attend_by_shapes)
-"""The implementation that replaces kernels and `jax.nn`, which return no logits."""
+"""The implementation that replaces kernels and `jax.nn`, which return no weights."""
 
 
 def partial_attention(
@@ -244,7 +243,7 @@ def partial_attention(
         )
     check_attention_arguments(q, k, v, options)
     attend = IMPLEMENTATIONS[implementation]
-    if options.keep_logits and implementation not in ("tiles", "whole"):
+    if options.keep_weights and implementation not in ("tiles", "whole"):
         attend = WITHOUT_KERNELS
     sums = attend(q, k, v, visibility, options)
     return sums if visibility.bias is None else reset_where_bias_hides_all(sums)
@@ -255,15 +254,6 @@ def finalize(
 ) -> Float[Array, "P T H Dv"]:
     """Add sinks to a partial softmax, and return the outputs in the dtype of the queries."""
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
-
-
-def finalize_mass(
-    sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: AttentionOptions
-) -> Float[Array, "P H N"] | None:
-    """Add sinks to a partial softmax, and return the attention mass; None without logits."""
-    if sums.logits is None:
-        return None
-    return sum_weights(with_sinks(sums, options.sinks), q.shape[1])
 
 
 _by_mask = with_derivatives_of(

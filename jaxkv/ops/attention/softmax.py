@@ -28,13 +28,13 @@ class AttentionOptions:
 
     scale: Factor that multiplies the products of queries and keys.
     softcap: Bound c: each scaled product x becomes c * tanh(x / c). If None, there is no bound.
-    keep_logits: Whether a partial softmax contains its logits, which the attention mass needs.
+    keep_weights: Whether a partial softmax contains its weights, from which mass is computed.
     """
 
     scale: float | None = static_field(default=None)
     softcap: float | None = static_field(default=None)
     sinks: Float[Array | np.ndarray, " H"] | None = None
-    keep_logits: bool = static_field(default=False)
+    keep_weights: bool = static_field(default=False)
 
     def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return queries times the scale, in the dtype of the queries."""
@@ -45,9 +45,9 @@ class AttentionOptions:
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def kept_logits(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"] | None:
-        """Return logits if `keep_logits` is True; otherwise None."""
-        return logits if self.keep_logits else None
+    def keep(self, x: Float[Array, "*n"]) -> Float[Array, "*n"] | None:
+        """Return weights or logits if `keep_weights` is True; otherwise None."""
+        return x if self.keep_weights else None
 
 
 def make_options(
@@ -55,14 +55,14 @@ def make_options(
     softcap: float | None,
     sinks: Float[Array | np.ndarray, " H"] | None,
     *,
-    keep_logits: bool = False,
+    keep_weights: bool = False,
 ) -> AttentionOptions:
     """Return options; raise a TypeError if `scale` or `softcap` is traced or not a number."""
     return AttentionOptions(
         scale=None if scale is None else check_number(scale, "scale"),
         softcap=None if softcap is None else check_number(softcap, "softcap"),
         sinks=sinks,
-        keep_logits=keep_logits,
+        keep_weights=keep_weights,
     )
 
 
@@ -74,13 +74,14 @@ class OnlineSoftmax(NamedTuple):
     max_logit: Highest logit of each query; LOWEST if no cell is visible.
     denom: Sum of exp(logit - max_logit).
     out: Sum of values times exp(logit - max_logit).
-    logits: Logits of all cells, LOWEST for hidden cells, if `AttentionOptions.keep_logits`.
+    weights: exp(logit - max_logit) of all cells; undefined if `denom` is 0. None unless options
+      have `keep_weights`.
     """
 
     max_logit: Float[Array, "P K X"]
     denom: Float[Array, "P K X"]
     out: Float[Array, "P K X Dv"]
-    logits: Float[Array, "P K X N"] | None = None
+    weights: Float[Array, "P K X N"] | None = None
 
     def merge_block(
         self,
@@ -91,11 +92,7 @@ class OnlineSoftmax(NamedTuple):
         """Add sums over further cells; `max_logit` is the highest logit of old and new cells."""
         # `max_logit` is at least the old maximum, so the factor is at most 1 and cannot overflow.
         down = jnp.exp(self.max_logit - max_logit)
-        return self._replace(
-            max_logit=max_logit,
-            denom=self.denom * down + denom,
-            out=self.out * down[..., None] + out,
-        )
+        return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
 
 def softmax_dtype(q: Float[Array, "*_"]) -> jnp.dtype:
@@ -141,14 +138,11 @@ def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     )
 
 
-def empty_softmax(
-    q: Float[Array, "P K X D"], value_dim: int, num_logits: int | None = None
-) -> OnlineSoftmax:
+def empty_softmax(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
     """Return a partial softmax over no cells, for packed queries; `value_dim` is Dv."""
     zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
-    logits = None if num_logits is None else jnp.full((*zero.shape, num_logits), LOWEST, zero.dtype)
-    return OnlineSoftmax(zero + LOWEST, zero, out, logits)
+    return OnlineSoftmax(zero + LOWEST, zero, out)
 
 
 def merge_softmax(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
@@ -168,8 +162,7 @@ def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoft
     highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0, keepdims=True))
     down = jnp.exp(parts[..., 0] - highest)
     out = jnp.sum(parts[..., 2:] * down[..., None], axis=0)
-    denom = jnp.sum(parts[..., 1] * down, axis=0)
-    return sums._replace(max_logit=highest[0], denom=denom, out=out)
+    return OnlineSoftmax(highest[0], jnp.sum(parts[..., 1] * down, axis=0), out)
 
 
 def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
@@ -192,15 +185,28 @@ def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
 
 
-def sum_weights(sums: OnlineSoftmax, tokens: int) -> Float[Array, "P H N"]:
-    """Return the weight of each cell, summed over the T tokens of a list; sinks must be included.
+def with_weights(sums: OnlineSoftmax, logits: Float[Array, "P K X N"] | None) -> OnlineSoftmax:
+    """Return a partial softmax with the weights of its logits; without logits, return `sums`."""
+    if logits is None:
+        return sums
+    return sums._replace(weights=jnp.exp(logits - sums.max_logit[..., None]))
 
-    The argument `tokens` is T.
+
+def sum_weights(
+    part: OnlineSoftmax, whole: OnlineSoftmax, options: AttentionOptions, tokens: int
+) -> Float[Array, "P H N"] | None:
+    """Return the weights of the cells of `part`, summed over the T tokens of a list.
+
+    The argument `tokens` is T, and `whole` is the softmax over all cells, without sinks. Without
+    `keep_weights`, the result is None.
     """
-    # A denominator is 0 if no cell is visible.
-    logits, factors = sums.logits, jnp.where(sums.denom == 0.0, 0.0, 1 / sums.denom)
-    weights = jnp.exp(logits - sums.max_logit[..., None]) * factors[..., None]
-    return jnp.sum(weights.reshape(logits.shape[0], -1, tokens, logits.shape[3]), axis=2)
+    if part.weights is None:
+        return None
+    whole = with_sinks(whole, options.sinks)
+    down = jnp.exp(part.max_logit - whole.max_logit) / whole.denom
+    down = jnp.where(whole.denom == 0.0, 0.0, down)
+    weights, down = (x.reshape(len(x), -1, tokens, *x.shape[3:]) for x in (part.weights, down))
+    return jnp.einsum("phtn,pht->phn", weights, down)
 
 
 def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:

@@ -14,9 +14,6 @@ from jaxkv.ops.attention.visibility import Visibility
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
 
-MAX_BYTES = 1 << 28
-"""Largest size in bytes of the arrays of a block: 256 MB."""
-
 AttendToBlock = Callable[..., tuple[jax.Array, jax.Array | None]]
 """A function of a `Visibility` and of arrays `[P, t, ...]`, see `attend_by_blocks`.
 
@@ -26,19 +23,16 @@ It returns the output `[P, t, H, Dv]`, and the attention mass `[P, H, N]` or Non
 
 def attend_by_blocks(
     attend: AttendToBlock,
-    bytes_per_token: int,
+    tokens_per_block: int,
     visibility: Visibility,
     *arrays: Shaped[Array, "P T ..."],
 ) -> tuple[Float[Array, "P T H Dv"], Float[Array, "P H N"] | None]:
-    """Call `attend` for blocks of tokens; return all outputs, and the sum of the masses.
-
-    The argument `bytes_per_token` is that of one token of each list.
-    """
+    """Call `attend` for equal blocks of tokens; return all outputs, and the sum of the masses."""
     lists, tokens = visibility.at.shape
-    size = max(1, MAX_BYTES // max(1, bytes_per_token))
-    if tokens <= size:
+    blocks = -(-tokens // tokens_per_block)
+    if blocks == 1:
         return attend(visibility, *arrays)
-    blocks = -(-tokens // size)
+    size = -(-tokens // blocks)
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, blocks * size - tokens)] + [(0, 0)] * (x.ndim - 2))
@@ -46,14 +40,12 @@ def attend_by_blocks(
     # A token of the padding has no sequence, and attends to no cell.
     visibility, arrays = visibility.slice_tokens(pad), tuple(map(pad, arrays))
 
-    def attend_to_block(
-        mass: jax.Array | None, i: jax.Array
-    ) -> tuple[jax.Array | None, jax.Array]:
+    def attend_to_block(mass: jax.Array | None, i: jax.Array) -> tuple:
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size, axis=1)
         out, more = attend(visibility.slice_tokens(cut), *map(cut, arrays))
-        return (None if mass is None else mass + more), out
+        return jax.tree.map(jnp.add, mass, more), out
 
     shape = jax.eval_shape(lambda: attend(visibility, *arrays)[1])
-    mass = None if shape is None else jnp.zeros(shape.shape, shape.dtype)
-    mass, out = jax.lax.scan(attend_to_block, mass, jnp.arange(blocks, dtype=jnp.int32))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+    mass, out = jax.lax.scan(attend_to_block, start, jnp.arange(blocks, dtype=jnp.int32))
     return out.swapaxes(0, 1).reshape(lists, -1, *out.shape[3:])[:, :tokens], mass
