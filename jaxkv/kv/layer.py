@@ -21,7 +21,7 @@ from jaxkv.core.partitioning import (
     gather_sharded,
     make_axis_partition,
 )
-from jaxkv.core.validate import check_static_bool, check_int32
+from jaxkv.core.validate import check_int32, check_static_bool
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.layer_kv import LayerKV, NewKV, check_floats, shardable_sizes
 from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of

@@ -45,10 +45,6 @@ class AttentionOptions:
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def keep(self, x: Float[Array, "*n"]) -> Float[Array, "*n"] | None:
-        """Return weights or logits if `keep_weights` is True; otherwise None."""
-        return x if self.keep_weights else None
-
 
 def make_options(
     scale: float | None,

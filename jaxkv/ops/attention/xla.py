@@ -89,7 +89,9 @@ def attend_by_mask(
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     weights = jnp.exp(logits - highest[..., None])
-    sums = OnlineSoftmax(highest, *_sum_weighted_values(weights, v), options.keep(weights))
+    sums = OnlineSoftmax(
+        highest, *_sum_weighted_values(weights, v), weights if options.keep_weights else None
+    )
     return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
@@ -110,7 +112,8 @@ def add_cells(
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
     weights = jnp.exp(logits - highest[..., None])
-    return sums.merge_block(highest, *_sum_weighted_values(weights, v)), options.keep(logits)
+    sums = sums.merge_block(highest, *_sum_weighted_values(weights, v))
+    return sums, logits if options.keep_weights else None
 
 
 def _masked_logits(

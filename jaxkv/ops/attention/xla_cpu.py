@@ -161,7 +161,7 @@ def attend_packed(
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     weights = jnp.exp(logits - highest)
     total, out = _sum_weighted_values(weights, v)
-    kept = options.keep(_join_parts(weights))
+    kept = _join_parts(weights) if options.keep_weights else None
     return OnlineSoftmax(highest.reshape(q.shape[:3]), total, out, kept)
 
 
@@ -180,7 +180,7 @@ def add_cells(
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     weights = jnp.exp(logits - highest.reshape(*q.shape[:2], 1, -1, mask.shape[1], 1))
     sums = sums.merge_block(highest, *_sum_weighted_values(weights, v))
-    return sums, options.keep(_join_parts(logits))
+    return sums, _join_parts(logits) if options.keep_weights else None
 
 
 def _join_parts(x: Float[Array, "P K J G T C"]) -> Float[Array, "P K X N"]:

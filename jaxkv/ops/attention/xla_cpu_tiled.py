@@ -134,10 +134,12 @@ def add_cells(
     highest = jnp.max(logits, axis=4, keepdims=True)
     total, out = _sum_weighted_values(jnp.exp(logits - highest), _cut_tiles(v, size))
     sums = _join_tiles(sums, sees, highest[..., 0], total, out)
+    if not options.keep_weights:
+        return sums, None
     # From [P, K, M, G, C] to [P, K, G, T, M, C]; a tile is hidden from all but its token.
     logits = logits.swapaxes(2, 3)[:, :, :, None]
     logits = jnp.where(sees[:, None, None, ..., None], logits, LOWEST)
-    return sums, options.keep(logits.reshape(*q.shape[:3], -1))
+    return sums, logits.reshape(*q.shape[:3], -1)
 
 
 def _join_tiles(

@@ -121,15 +121,11 @@ def add_tiles_one_by_one(
             )
         # The barrier makes keys and values different in each iteration for XLA, which therefore
         # cannot move their conversion out of the loop.
-        return (
-            (sums, logits),
-            *(jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)),
-        )
+        k, v = jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)
+        return (sums, logits), k, v
 
     if start is None:
-        shape = *q.shape[:3], cells
-        start = (
-            empty_softmax(q, v.shape[3]),
-            options.keep(jnp.full(shape, LOWEST, softmax_dtype(q))),
-        )
+        shape, dtype = (*q.shape[:3], cells), softmax_dtype(q)
+        logits = jnp.full(shape, LOWEST, dtype) if options.keep_weights else None
+        start = empty_softmax(q, v.shape[3]), logits
     return jax.lax.fori_loop(jnp.int32(0), active.num_active_tiles, add_tile, (start, k, v))[0]
