@@ -37,7 +37,8 @@ def attend(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Step, Float[Array, "R T H Dv"]]:
+    return_mass: bool = False,
+) -> tuple[Step, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:
     """Write keys and values of a step into a layer, and attend to the visible cells.
 
     The shape `[R, T]` of the tokens is that of `step.valid`. A token attends to those cells of the
@@ -76,9 +77,13 @@ def attend(
         the token would attend to positions after the last token of its sequence in the ubatch.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
+      return_mass: If True, also return the attention mass: for each cell of the stream of a list
+        (see `read_kv`) and each query head, the sum of the softmax weights over the tokens of the
+        list. The mass is differentiable. Other implementations replace kernels and `jax.nn`.
 
     Returns:
-      The next step, and the output in the dtype of `q`. Without `k`, the next step is the step.
+      The next step, the output in the dtype of `q`, and the mass if `return_mass` is True. Without
+      `k`, the next step is the step.
 
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
       - If a token attends to a key or a value that is not finite, the token's output is NaN in the
@@ -86,6 +91,8 @@ def attend(
       - If the ubatch was stale, no key is written, and the rows that have a token are NaN.
       - If a stacked cache lacks keys of tokens of a stream in the layer, since a step skipped the
         layer, the output rows of this stream are NaN.
+      - The masses of a token add up to 1 in each head, less the weight of the sink; to 0 if its
+        output row is zero. All masses of a list are NaN in the heads in which an output row is NaN.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
@@ -100,7 +107,7 @@ def attend(
       TypeError: If a cache is passed as the step, or the cache has no attention layers.
       TypeError: If only one of `k` and `v` is given; if values are key slices, `v` must be None.
       TypeError: If the layer number is traced and the cache is not stacked.
-      TypeError: If `softcap` or `causal` is traced.
+      TypeError: If `softcap`, `causal` or `return_mass` is traced.
       TypeError: If a bias does not return floats, or closes over traced values.
 
     Examples:
@@ -116,19 +123,20 @@ def attend(
       A bias that falls by log 3 for each position of distance:
 
       >>> nearer = lambda query, key, head: (key - query) * math.log(3.0)
-      >>> attend(step, 0, q, bias=nearer)[1][0, :, 0, 0]
-      Array([2. , 3.5], dtype=float32)
+      >>> _, out, mass = attend(step, 0, q, bias=nearer, return_mass=True)
+      >>> out[0, :, 0, 0], mass[0, 0].round(2)
+      (Array([2. , 3.5], dtype=float32), Array([1.25, 0.75, 0.  , 0.  ], dtype=float32))
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`, with ALiBi (`f_max_alibi_bias`) as the only bias.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-    visibility = {"causal": causal, "visible_until": visible_until}
+    options |= {"causal": causal, "visible_until": visible_until, "return_mass": return_mass}
     writes = k is not None or v is not None
     path, part = _find_layer(step, "attend", layer, writes=writes)
-    buffers, out = kv.attend(
-        part, path[-1], q, k, v, implementation=implementation, **options, **visibility
+    buffers, out, *mass = kv.attend(
+        part, path[-1], q, k, v, implementation=implementation, **options
     )
-    return step.with_layer(path, buffers) if writes else step, out
+    return step.with_layer(path, buffers) if writes else step, out, *mass
 
 
 @explain_donation_errors

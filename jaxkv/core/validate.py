@@ -176,6 +176,15 @@ def check_bool(
     return array.astype(bool)
 
 
+def check_static_bool(value: object, name: str) -> None:
+    """Raise a TypeError unless an option is True or False while tracing."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"expected {name} as True or False, known while tracing, got {value!r}; pass a Python "
+            "bool"
+        )
+
+
 def _cast_to_int32(value: jax.Array, low: int, high: int) -> jax.Array:
     span = jnp.iinfo(value.dtype)
     int32 = np.iinfo(np.int32)

@@ -21,14 +21,21 @@ from jaxkv.core.partitioning import (
     gather_sharded,
     make_axis_partition,
 )
-from jaxkv.core.validate import check_int32
+from jaxkv.core.validate import check_int32, check_static_bool
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.layer_kv import LayerKV, NewKV, check_floats, shardable_sizes
 from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
 from jaxkv.kv.shards import Shard
+from jaxkv.ops.attention.active_tiles import split_visibility
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
 from jaxkv.ops.attention.dispatch import Implementation, finalize
-from jaxkv.ops.attention.softmax import AttentionOptions, make_options, merge_over_devices
+from jaxkv.ops.attention.softmax import (
+    AttentionOptions,
+    make_options,
+    merge_over_devices,
+    sum_weights,
+)
+from jaxkv.ops.attention.token_blocks import attend_by_blocks
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.ops.storage.layer_stack import gather_streams, layer_views
 from jaxkv.step import Step, map_step, without_buffers
@@ -39,6 +46,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
     from jaxkv.core.types import Tokens
+
+MASS_BLOCK = 64
+"""Largest number of tokens of a list whose weights are kept at once to compute attention mass."""
 
 
 def attend(
@@ -55,7 +65,8 @@ def attend(
     causal: bool = True,
     visible_until: Tokens | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Buffers, Float[Array, "R T H Dv"]]:
+    return_mass: bool = False,
+) -> tuple[Buffers, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:
     """Implement `jaxkv.attend` for a step of an attention cache; return its next buffers."""
     writes = k is not None or v is not None
     step, causal = _as_reader_of_sources(step, causal, visible_until, writes=writes)
@@ -80,10 +91,13 @@ def attend(
             raise ValueError(f"expected one scale, got the shape {scale.shape}; pass a scalar")
         q = jnp.asarray(q)
         q, scale = q * check_floats("scale", scale).astype(q.dtype), 1.0
-    options = make_options(size**-0.5 if scale is None else scale, softcap, sinks)
+    check_static_bool(return_mass, "return_mass")
+    options = make_options(
+        size**-0.5 if scale is None else scale, softcap, sinks, keep_weights=return_mass
+    )
     added = check_bias(bias, (*q.shape[:3], layer_kv.num_cells))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
-    layer_kv, out = _attend_layer(
+    layer_kv, out, mass = _attend_layer(
         without_buffers(step),
         layer_kv,
         _incomplete_streams(step, layer, writes=writes),
@@ -95,7 +109,8 @@ def attend(
         causal,
         implementation,
     )
-    return step.buffers.with_layer(layer, layer_kv) if new else step.buffers, out
+    buffers = step.buffers.with_layer(layer, layer_kv) if new else step.buffers
+    return buffers, out, *(() if mass is None else (mass,))
 
 
 def write_kv(
@@ -169,11 +184,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 def _check_visible_until(
     visible_until: Tokens | None, ubatch: Ubatch, causal: bool
 ) -> jax.Array | None:
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(
-            f"expected causal as True or False, known while tracing, got {causal!r}; pass a "
-            "Python bool"
-        )
+    check_static_bool(causal, "causal")
     if visible_until is None:
         return None
     if not causal:
@@ -304,8 +315,8 @@ def _attend_layer(
     visible_until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
-) -> tuple[LayerKV | None, jax.Array]:
-    """Write `new` (if not empty) into a layer, and attend."""
+) -> tuple[LayerKV | None, jax.Array, jax.Array | None]:
+    """Write `new` (if not empty) into a layer, attend, and return the mass that options require."""
     # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
     # rows, and one collective merges the partial softmaxes of each row.
     rules = step.table.sharding_rules
@@ -328,22 +339,34 @@ def _attend_layer(
         options: AttentionOptions,
         bias: BiasOfLists | None,
         visible_until: jax.Array | None,
-    ) -> tuple[LayerKV | None, jax.Array]:
+    ) -> tuple[LayerKV | None, jax.Array, jax.Array | None]:
         readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
+        if shared_axes and options.keep_weights:  # each row is a list, on all devices
+            visibility = split_visibility(visibility, len(q) // len(visibility.at))
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
         visibility = replace(visibility, bias=bias)
         if new:
             layer_kv = _write_local_kv(axes, layer_kv, step.ubatch, new)
+
+        def attend_to_block(visibility: Visibility, q: jax.Array) -> tuple:
+            part = layer_kv.attend(q, visibility, options, implementation)
+            sums = merge_over_devices(part, (*axes.cells, *shared_axes))
+            mass = sum_weights(part, sums, options, q.shape[1])
+            return finalize(sums, q, options), mass
+
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
-        sums = layer_kv.attend(lists, visibility, options, implementation)
-        sums = merge_over_devices(sums, (*axes.cells, *shared_axes))
-        out = finalize(sums, lists, options)
+        size = MASS_BLOCK if options.keep_weights else lists.shape[1]
+        out, mass = attend_by_blocks(attend_to_block, size, visibility, lists)
         out = out.reshape(*q.shape[:3], -1)
         readable = _all_over_axes(readable, shared_axes)
         out = jnp.where(readable[..., None, None], out, jnp.nan)
-        return (layer_kv if new else None), out
+        if mass is not None:
+            of_lists = jnp.all(readable.reshape(len(mass), -1), axis=1)[:, None, None]
+            mass = jax.lax.psum(mass, shared_axes) if shared_axes else mass
+            mass = jnp.where(of_lists, mass, jnp.nan)
+        return (layer_kv if new else None), out, mass
 
     new_specs, query_specs = P(rows, None, axes.kv_heads), P(rows, None, heads)
     kv_specs = layer_kv.partition_specs(axes)
@@ -356,7 +379,8 @@ def _attend_layer(
         _specs_of_bias(bias, rows, heads, axes.cells),
         P(rows),
     )
-    out_specs = (kv_specs if new else None), query_specs
+    mass_specs = P(rows, heads, axes.cells) if options.keep_weights else None
+    out_specs = (kv_specs if new else None), query_specs, mass_specs
     args = layer_kv, incomplete, new, q, options, bias, visible_until
     return map_step(step, axes.streams, attend_on_shard, args, in_specs, out_specs)
 

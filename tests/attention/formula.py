@@ -43,10 +43,19 @@ def formula(
     mask: `[P, T, N]` bool.
     bias: broadcasts to `[P, H, T, N]`; -inf hides a cell.
     """
+    weights = softmax_weights(q, k, mask, options, bias, xp)
+    v = xp.repeat(v, q.shape[2] // v.shape[1], axis=1)
+    return xp.einsum("phtn,phnd->pthd", weights, v)
+
+
+def softmax_weights(
+    q: Any, k: Any, mask: Any, options: AttentionOptions = PLAIN, bias: Any = 0.0, xp: Any = np
+) -> Any:
+    """Compute the weights `[P, H, T, N]` of cells, with the arguments of `formula`."""
     if xp is np:
-        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        q, k = (np.asarray(x, np.float64) for x in (q, k))
     heads, size = q.shape[2:]
-    k, v = (xp.repeat(x, heads // k.shape[1], axis=1) for x in (k, v))
+    k = xp.repeat(k, heads // k.shape[1], axis=1)
     scale, cap = options.scale or size**-0.5, options.softcap
     logits = xp.einsum("pthd,phnd->phtn", q, k) * scale
     logits = (cap * xp.tanh(logits / cap) if cap else logits) + bias
@@ -56,8 +65,7 @@ def formula(
     highest = xp.maximum(highest, sinks[None, :, None])
     weights = xp.where(sees, xp.exp(xp.where(sees, logits - highest[..., None], 0.0)), 0.0)
     total = weights.sum(3) + xp.exp(sinks[None, :, None] - highest)
-    weights = weights / xp.where(total == 0, 1.0, total)[..., None]
-    return xp.einsum("phtn,phnd->pthd", weights, v)
+    return weights / xp.where(total == 0, 1.0, total)[..., None]
 
 
 def visible_mask(visibility: Visibility) -> np.ndarray:
@@ -132,6 +140,12 @@ class Case(NamedTuple):
         keys, values = (np.asarray(x)[np.asarray(self.visibility.streams)] for x in (keys, values))
         bias = np.asarray(bias_between(self.visibility), np.float64)
         return formula(self.q, keys, values, visible_mask(self.visibility), options, bias)
+
+    def wanted_mass(self, options: AttentionOptions = PLAIN) -> np.ndarray:
+        keys = np.asarray(numbers(self.k))[np.asarray(self.visibility.streams)]
+        bias = np.asarray(bias_between(self.visibility), np.float64)
+        mask = visible_mask(self.visibility)
+        return softmax_weights(self.q, keys, mask, options, bias).sum(2)
 
 
 def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:

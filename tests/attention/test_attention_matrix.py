@@ -118,8 +118,9 @@ def test_attend_matches_formula(way, name):  # traps 53, 96
 def test_reference_matches_formula():
     one = make_case(heads=3, groups=1)
     k, v = (x[one.visibility.streams] for x in one[1:3])
-    found = reference(one.q, k, v, visible_mask(one.visibility), ALL)
+    found, mass = reference(one.q, k, v, visible_mask(one.visibility), ALL)
     np.testing.assert_allclose(found, one.wanted(ALL), atol=2e-6)
+    np.testing.assert_allclose(mass, one.wanted_mass(ALL), atol=2e-6)
 
 
 def assert_nan_where(sees, got, clean):

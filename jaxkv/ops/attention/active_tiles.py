@@ -101,12 +101,12 @@ def find_active_tiles(
     blocks, size = -(-tokens // max_tokens), min(size, cells)
     tiles = -(-cells // size)
     if lists * tokens * cells > MASK:
-        mask = _split_visibility(visibility, blocks)
+        mask = split_visibility(visibility, blocks)
         seen, sees = _find_seen_cells(mask)
     else:
         mask = split_into_blocks(compute_mask(visibility), blocks)
         seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
-        mask = mask if visibility.bias is None else _split_visibility(visibility, blocks)
+        mask = mask if visibility.bias is None else split_visibility(visibility, blocks)
     # `seen` is [P * b, N], then [P * b, tiles]. The active pairs of a block are neighbours in
     # `ordered`, so cumulative counts are the bounds of each block.
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
@@ -120,7 +120,8 @@ def find_active_tiles(
     return ActiveTiles(mask, sees, streams, ordered, jnp.pad(ends, (1, 0)), places)
 
 
-def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
+def split_visibility(visibility: Visibility, blocks: int) -> Visibility:
+    """Return the visibility in which each block of the tokens of a list is a list."""
     lists = visibility.streams.size * blocks
     return replace(
         visibility.slice_tokens(partial(split_into_blocks, blocks=blocks)),

@@ -218,6 +218,9 @@ IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
     "cudnn": jax_nn.cudnn,
 }
 
+WITHOUT_KERNELS = with_derivatives(cpu=xla_cpu_tiled.attend_on_cpu, default=attend_by_shapes)
+"""The implementation that replaces kernels and `jax.nn`, which return no weights."""
+
 
 def partial_attention(
     q: Float[Array, "P T H D"],
@@ -239,7 +242,10 @@ def partial_attention(
             f"'whole' or 'xla'"
         )
     check_attention_arguments(q, k, v, options)
-    sums = IMPLEMENTATIONS[implementation](q, k, v, visibility, options)
+    attend = IMPLEMENTATIONS[implementation]
+    if options.keep_weights and implementation not in ("tiles", "whole"):
+        attend = WITHOUT_KERNELS
+    sums = attend(q, k, v, visibility, options)
     return sums if visibility.bias is None else reset_where_bias_hides_all(sums)
 
 

@@ -20,8 +20,8 @@ def reference(
     v: Float[Array, "P K N Dv"],
     mask: Bool[Array | np.ndarray, "P T N"],
     options: AttentionOptions,
-) -> Float[Array, "P T H Dv"]:
-    """Attend from P lists of tokens with the plain formula, in float32."""
+) -> tuple[Float[Array, "P T H Dv"], Float[Array, "P H N"]]:
+    """Return the output and the attention mass by the plain formula, in float32."""
     heads, cells = q.shape[2], k.shape[2]
     k, v = (jnp.repeat(x.astype(jnp.float32), heads // k.shape[1], axis=1) for x in (k, v))
     logits = jnp.einsum("pthd,phnd->pthn", options.scale_queries(q.astype(jnp.float32)), k)
@@ -30,4 +30,5 @@ def reference(
     sinks = jnp.broadcast_to(sinks, logits.shape[:3])[..., None]
     weights = jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1))[..., :cells]
     some = jnp.any(mask, axis=2)[..., None, None]
-    return jnp.where(some, jnp.einsum("pthn,phnd->pthd", weights, v), 0.0)
+    weights = jnp.where(some, weights, 0.0)
+    return jnp.einsum("pthn,phnd->pthd", weights, v), jnp.sum(weights, axis=1)

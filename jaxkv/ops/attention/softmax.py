@@ -28,11 +28,13 @@ class AttentionOptions:
 
     scale: Factor that multiplies the products of queries and keys.
     softcap: Bound c: each scaled product x becomes c * tanh(x / c). If None, there is no bound.
+    keep_weights: Whether a partial softmax contains its weights, from which mass is computed.
     """
 
     scale: float | None = static_field(default=None)
     softcap: float | None = static_field(default=None)
     sinks: Float[Array | np.ndarray, " H"] | None = None
+    keep_weights: bool = static_field(default=False)
 
     def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return queries times the scale, in the dtype of the queries."""
@@ -45,13 +47,18 @@ class AttentionOptions:
 
 
 def make_options(
-    scale: float | None, softcap: float | None, sinks: Float[Array | np.ndarray, " H"] | None
+    scale: float | None,
+    softcap: float | None,
+    sinks: Float[Array | np.ndarray, " H"] | None,
+    *,
+    keep_weights: bool = False,
 ) -> AttentionOptions:
     """Return options; raise a TypeError if `scale` or `softcap` is traced or not a number."""
     return AttentionOptions(
         scale=None if scale is None else check_number(scale, "scale"),
         softcap=None if softcap is None else check_number(softcap, "softcap"),
         sinks=sinks,
+        keep_weights=keep_weights,
     )
 
 
@@ -63,11 +70,14 @@ class OnlineSoftmax(NamedTuple):
     max_logit: Highest logit of each query; LOWEST if no cell is visible.
     denom: Sum of exp(logit - max_logit).
     out: Sum of values times exp(logit - max_logit).
+    weights: exp(logit - max_logit) of all cells; undefined if `denom` is 0. None unless options
+      have `keep_weights`.
     """
 
     max_logit: Float[Array, "P K X"]
     denom: Float[Array, "P K X"]
     out: Float[Array, "P K X Dv"]
+    weights: Float[Array, "P K X N"] | None = None
 
     def merge_block(
         self,
@@ -117,10 +127,10 @@ def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     """Set the partial softmax to `empty_softmax` where `sees`, `[P, K or 1, X]`, is False."""
-    return OnlineSoftmax(
-        jnp.where(sees, sums.max_logit, LOWEST),
-        jnp.where(sees, sums.denom, 0.0),
-        jnp.where(sees[..., None], sums.out, 0.0),
+    return sums._replace(
+        max_logit=jnp.where(sees, sums.max_logit, LOWEST),
+        denom=jnp.where(sees, sums.denom, 0.0),
+        out=jnp.where(sees[..., None], sums.out, 0.0),
     )
 
 
@@ -169,6 +179,30 @@ def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | Non
 def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
     """Divide the weighted values by the denominators; return zeros where no cell is visible."""
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
+
+
+def with_weights(sums: OnlineSoftmax, logits: Float[Array, "P K X N"] | None) -> OnlineSoftmax:
+    """Return a partial softmax with the weights of its logits; without logits, return `sums`."""
+    if logits is None:
+        return sums
+    return sums._replace(weights=jnp.exp(logits - sums.max_logit[..., None]))
+
+
+def sum_weights(
+    part: OnlineSoftmax, whole: OnlineSoftmax, options: AttentionOptions, tokens: int
+) -> Float[Array, "P H N"] | None:
+    """Return the weights of the cells of `part`, summed over the T tokens of a list.
+
+    The argument `tokens` is T, and `whole` is the softmax over all cells, without sinks. Without
+    `keep_weights`, the result is None.
+    """
+    if part.weights is None:
+        return None
+    whole = with_sinks(whole, options.sinks)
+    down = jnp.exp(part.max_logit - whole.max_logit) / whole.denom
+    down = jnp.where(whole.denom == 0.0, 0.0, down)
+    weights, down = (x.reshape(len(x), -1, tokens, *x.shape[3:]) for x in (part.weights, down))
+    return jnp.einsum("phtn,pht->phn", weights, down)
 
 
 def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:

@@ -88,7 +88,10 @@ def attend_by_mask(
     q = group_queries(options.scale_queries(q), k.shape[1])
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    sums = OnlineSoftmax(highest, *_sum_weighted_values(jnp.exp(logits - highest[..., None]), v))
+    weights = jnp.exp(logits - highest[..., None])
+    sums = OnlineSoftmax(
+        highest, *_sum_weighted_values(weights, v), weights if options.keep_weights else None
+    )
     return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
@@ -100,14 +103,17 @@ def add_cells(
     mask: Bool[Array, "P T C"],
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
-) -> OnlineSoftmax:
+) -> tuple[OnlineSoftmax, Float[Array, "P K X C"] | None]:
     """Add cells `[P, K, C, ...]` to a partial softmax; call `zero_unseen` after the last cells.
 
-    The queries must be packed and scaled, and the values must be finite.
+    The queries must be packed and scaled, and the values must be finite. The second result is the
+    logits of the cells, `[P, K, X, C]`, if the options have `keep_weights`; otherwise None.
     """
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
-    return sums.merge_block(highest, *_sum_weighted_values(jnp.exp(logits - highest[..., None]), v))
+    weights = jnp.exp(logits - highest[..., None])
+    sums = sums.merge_block(highest, *_sum_weighted_values(weights, v))
+    return sums, logits if options.keep_weights else None
 
 
 def _masked_logits(

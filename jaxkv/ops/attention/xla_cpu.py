@@ -17,6 +17,7 @@ from jaxkv.ops.attention.softmax import (
     group_queries,
     mask_logits,
     softmax_dtype,
+    with_weights,
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
@@ -77,7 +78,9 @@ def attend_to_streams(
     """Read only active tiles if they are few, or lists long, or XLA would copy all cells."""
     if not (is_array(k) and is_array(v)):
         return attend_by_tiles(q, k, v, visibility, options)
-    if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
+    # Weights that are kept exist anyway, and a loop over tiles would copy them.
+    large = not options.keep_weights and are_logits_large(q, k)
+    if not visibility.all_streams or large or reads_by_tile(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
     tiles = -(-k.shape[2] // TILE)
     most = MAX_SHORT_TILES if tiles <= SHORT_STREAM else MAX_TILES_AT_ONCE
@@ -88,7 +91,9 @@ def attend_to_streams(
     # Mask and tiles are arguments, because each layer would compute them again inside a branch.
     sums = jax.lax.cond(
         active.num_active_tiles < TILE_LOOP_FRACTION * active.tiles.size,
-        lambda q, active, _: add_tiles_one_by_one(q, k, v, active, options, add_cells),
+        lambda q, active, _: with_weights(
+            *add_tiles_one_by_one(q, k, v, active, options, add_cells)
+        ),
         lambda q, _, mask: attend_packed(q, k, v, mask, options, compute_bias(visibility)),
         *(group_queries(options.scale_queries(q), k.shape[1]), active, mask),
     )
@@ -154,9 +159,10 @@ def attend_packed(
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
     # All J parts share one maximum, so their sums are added without factors.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
-    return OnlineSoftmax(
-        highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v)
-    )
+    weights = jnp.exp(logits - highest)
+    total, out = _sum_weighted_values(weights, v)
+    kept = _join_parts(weights) if options.keep_weights else None
+    return OnlineSoftmax(highest.reshape(q.shape[:3]), total, out, kept)
 
 
 def add_cells(
@@ -167,13 +173,19 @@ def add_cells(
     mask: Bool[Array, "P T C"],
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
-) -> OnlineSoftmax:
+) -> tuple[OnlineSoftmax, Float[Array, "P K X C"] | None]:
     """Compute `jaxkv.ops.attention.xla.add_cells` in a form for CPUs."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     weights = jnp.exp(logits - highest.reshape(*q.shape[:2], 1, -1, mask.shape[1], 1))
-    return sums.merge_block(highest, *_sum_weighted_values(weights, v))
+    sums = sums.merge_block(highest, *_sum_weighted_values(weights, v))
+    return sums, _join_parts(logits) if options.keep_weights else None
+
+
+def _join_parts(x: Float[Array, "P K J G T C"]) -> Float[Array, "P K X N"]:
+    lists, kv_heads, parts, _, _, size = x.shape
+    return jnp.moveaxis(x, 2, 4).reshape(lists, kv_heads, -1, parts * size)
 
 
 def _masked_logits(

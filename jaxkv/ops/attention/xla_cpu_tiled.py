@@ -26,6 +26,7 @@ from jaxkv.ops.attention.softmax import (
     group_queries,
     mask_logits,
     softmax_dtype,
+    with_weights,
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
@@ -56,12 +57,12 @@ def attend_on_cpu(
     piecewise = narrow or not (is_array(k) and is_array(v))
     each, mask = partial(add_cells, size), compute_mask(private_visibility)
 
-    def add_private_tiles_one_by_one() -> OnlineSoftmax:
+    def add_private_tiles_one_by_one() -> tuple:
         return add_tiles_one_by_one(
             packed_q, k, v, private_tiles, options, each, convert_in_loop=narrow
         )
 
-    def add_private_tiles_at_once() -> OnlineSoftmax:
+    def add_private_tiles_at_once() -> tuple:
         none = empty_softmax(packed_q, v.shape[3])
         return each(none, packed_q, k, v, mask, options, compute_bias(private_visibility))
 
@@ -78,7 +79,7 @@ def attend_on_cpu(
     sums = add_tiles_one_by_one(
         packed_q, k, v, shared_tiles, options, add_shared, sums, convert_in_loop=narrow
     )
-    return zero_unseen(sums, sees)
+    return zero_unseen(with_weights(*sums), sees)
 
 
 @partial(jax.jit, static_argnames="size")
@@ -112,7 +113,7 @@ def add_cells(
     mask: Bool[Array, "P T C"],
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
-) -> OnlineSoftmax:
+) -> tuple[OnlineSoftmax, Float[Array, "P K X C"] | None]:
     """Compute `jaxkv.ops.attention.xla.add_cells` for tiles that are visible to one token each."""
     lists, tokens, _ = mask.shape
     kv_heads = k.shape[1]
@@ -132,7 +133,13 @@ def add_cells(
     logits = mask_logits(logits, jnp.any(cut, axis=1)[:, None, :, None], bias)
     highest = jnp.max(logits, axis=4, keepdims=True)
     total, out = _sum_weighted_values(jnp.exp(logits - highest), _cut_tiles(v, size))
-    return _join_tiles(sums, sees, highest[..., 0], total, out)
+    sums = _join_tiles(sums, sees, highest[..., 0], total, out)
+    if not options.keep_weights:
+        return sums, None
+    # From [P, K, M, G, C] to [P, K, G, T, M, C]; a tile is hidden from all but its token.
+    logits = logits.swapaxes(2, 3)[:, :, :, None]
+    logits = jnp.where(sees[:, None, None, ..., None], logits, LOWEST)
+    return sums, logits.reshape(*q.shape[:3], -1)
 
 
 def _join_tiles(

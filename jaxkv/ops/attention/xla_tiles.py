@@ -19,10 +19,13 @@ from jaxkv.ops.attention.active_tiles import (
     split_into_blocks,
 )
 from jaxkv.ops.attention.softmax import (
+    LOWEST,
     AttentionOptions,
     OnlineSoftmax,
     empty_softmax,
     group_queries,
+    softmax_dtype,
+    with_weights,
 )
 from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.storage.layer_stack import flatten_layers
@@ -31,7 +34,7 @@ from jaxkv.ops.storage.storage import Stored
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-AddCells = Callable[..., OnlineSoftmax]
+AddCells = Callable[..., tuple[OnlineSoftmax, jax.Array | None]]
 """A function that adds a tile to a partial softmax, see `jaxkv.ops.attention.xla.add_cells`."""
 
 
@@ -54,7 +57,7 @@ def attend_by_tiles(
     sums = add_tiles_one_by_one(
         packed_q, k, v, active, options, add_cells, convert_in_loop=convert_in_loop
     )
-    return merge_blocks(sums, active, lists, tokens)
+    return merge_blocks(with_weights(*sums), active, lists, tokens)
 
 
 def add_tiles_one_by_one(
@@ -64,10 +67,10 @@ def add_tiles_one_by_one(
     active: ActiveTiles,
     options: AttentionOptions,
     add_cells: AddCells,
-    start: OnlineSoftmax | None = None,
+    start: tuple[OnlineSoftmax, jax.Array | None] | None = None,
     *,
     convert_in_loop: bool = False,
-) -> OnlineSoftmax:
+) -> tuple[OnlineSoftmax, Float[Array, "Pb K X N"] | None]:
     """Add the active tiles to a partial softmax; callers must then call `zero_unseen`.
 
     The queries `q` must be packed and scaled. If `convert_in_loop` is True, the compiler must
@@ -77,8 +80,8 @@ def add_tiles_one_by_one(
     (k, v), streams, _ = flatten_layers((k, v), active.streams)
     size = min(TILE, cells)
 
-    def add_tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
-        sums, k, v = carry
+    def add_tile(i: jax.Array, carry: tuple) -> tuple:
+        (sums, logits), k, v = carry
         zero = jnp.zeros_like(i)
         block, tile_start, first = slice_of(active.places, (i, zero), (1, 3))[0]
 
@@ -99,7 +102,7 @@ def add_tiles_one_by_one(
         seen, bias = active.mask_and_bias_of_tile(block, first, size)
         if cells % size:
             seen &= (first + jnp.arange(size) >= tile_start)[None, None]
-        more = add_cells(
+        more, added = add_cells(
             jax.tree.map(slice_block, sums),
             slice_block(q),
             slice_tile(k),
@@ -109,9 +112,20 @@ def add_tiles_one_by_one(
             bias,
         )
         sums = jax.tree.map(update_block, sums, more)
+        if added is not None:
+            # A cell that an earlier tile or pass added is hidden here, and has the lowest logit.
+            place = block, zero, zero, first
+            added = jnp.maximum(slice_of(logits, place, added.shape), added)
+            logits = jax.lax.dynamic_update_slice(
+                logits, added, place, allow_negative_indices=False
+            )
         # The barrier makes keys and values different in each iteration for XLA, which therefore
         # cannot move their conversion out of the loop.
-        return (sums, *(jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)))
+        k, v = jax.lax.optimization_barrier((k, v)) if convert_in_loop else (k, v)
+        return (sums, logits), k, v
 
-    start = empty_softmax(q, v.shape[3]) if start is None else start
+    if start is None:
+        shape, dtype = (*q.shape[:3], cells), softmax_dtype(q)
+        logits = jnp.full(shape, LOWEST, dtype) if options.keep_weights else None
+        start = empty_softmax(q, v.shape[3]), logits
     return jax.lax.fori_loop(jnp.int32(0), active.num_active_tiles, add_tile, (start, k, v))[0]
