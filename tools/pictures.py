@@ -30,7 +30,10 @@ def states():
     """Return pairs of a call and the cache after the call."""
     spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
     cache = jaxkv.make_cache(spec, cells=16, sequences=3)
-    add = lambda cache, batch: jaxkv.prefill(forward, jnp.eye(4), cache, batch).cache
+
+    def add(cache, batch):
+        return jaxkv.prefill(forward, jnp.eye(4), cache, batch).cache
+
     cache = add(cache, [0, 1, 2, 3, 0, 1])
     yield "prefill(forward, params, cache, prompt)", cache
     cache = jaxkv.seq_cp(cache, 0, [1, 2]).cache
