@@ -159,7 +159,13 @@ def move(
         where = SingleDeviceSharding(to)
     if memory_kind is not None:
         where = jax.tree.map(lambda sharding: sharding.with_memory_kind(memory_kind), where)
-    return jax.device_put(merge(table.with_sharding_rules(rules), buffers), where)
+    cache = merge(table.with_sharding_rules(rules), buffers)
+    if isinstance(where, SingleDeviceSharding):
+        # JAX cannot copy from a mesh to one of its devices and to other memory at once.
+        old = [x.sharding if isinstance(x, jax.Array) else where for x in jax.tree.leaves(cache)]
+        there = [sharding.with_memory_kind(where.memory_kind) for sharding in old]
+        cache = jax.device_put(cache, jax.tree.unflatten(jax.tree.structure(cache), there))
+    return jax.device_put(cache, where)
 
 
 def _is_partition_spec(x: object) -> bool:
