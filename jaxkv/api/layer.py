@@ -36,6 +36,7 @@ def attend(
     bias: Bias | None = None,
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
+    select: Int32[Array, "P T n"] | None = None,
     implementation: Implementation | None = None,
     return_mass: bool = False,
 ) -> tuple[Step, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:
@@ -130,12 +131,11 @@ def attend(
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`, with ALiBi (`f_max_alibi_bias`) as the only bias.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-    options |= {"causal": causal, "visible_until": visible_until, "return_mass": return_mass}
+    options |= {"causal": causal, "visible_until": visible_until, "select": select}
     writes = k is not None or v is not None
     path, part = _find_layer(step, "attend", layer, writes=writes)
-    buffers, out, *mass = kv.attend(
-        part, path[-1], q, k, v, implementation=implementation, **options
-    )
+    options |= {"implementation": implementation, "return_mass": return_mass}
+    buffers, out, *mass = kv.attend(part, path[-1], q, k, v, **options)
     return step.with_layer(path, buffers) if writes else step, out, *mass
 
 
