@@ -22,21 +22,15 @@ from jaxkv.core.partitioning import (
     make_axis_partition,
 )
 from jaxkv.core.validate import check_int32, check_static_bool
+from jaxkv.kv.attend_lists import attend_lists
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.layer_kv import LayerKV, NewKV, check_floats, shardable_sizes
 from jaxkv.kv.mask import list_shape, needs_unwritten_tokens, visibility_of
-from jaxkv.kv.select import hide_repeated, max_tokens_at_once, scatter_mass, select_cells
 from jaxkv.kv.shards import Shard
 from jaxkv.ops.attention.active_tiles import split_visibility
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
-from jaxkv.ops.attention.dispatch import Implementation, finalize
-from jaxkv.ops.attention.softmax import (
-    AttentionOptions,
-    make_options,
-    merge_over_devices,
-    sum_weights,
-)
-from jaxkv.ops.attention.token_blocks import attend_by_blocks
+from jaxkv.ops.attention.dispatch import Implementation
+from jaxkv.ops.attention.softmax import AttentionOptions, make_options
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.ops.storage.layer_stack import gather_streams, layer_views
 from jaxkv.step import Step, map_step, without_buffers
@@ -47,9 +41,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
     from jaxkv.core.types import Tokens
-
-MASS_BLOCK = 64
-"""Largest number of tokens of a list whose weights are kept at once to compute attention mass."""
 
 
 def attend(
@@ -368,27 +359,13 @@ def _attend_layer(
         visibility = replace(visibility, bias=bias)
         if new:
             layer_kv = _write_local_kv(axes, layer_kv, step.ubatch, new)
-
-        def attend_to_block(visibility: Visibility, q: jax.Array, *select: jax.Array) -> tuple:
-            read, cells = layer_kv, None
-            if select:
-                cells = hide_repeated(*select)
-                read, visibility = select_cells(layer_kv, visibility, cells)
-            lists = q.reshape(*visibility.at.shape, *q.shape[2:])
-            part = read.attend(lists, visibility, options, implementation)
-            sums = merge_over_devices(part, (*axes.cells, *shared_axes))
-            mass = sum_weights(part, sums, options, lists.shape[1])
-            if cells is not None and mass is not None:
-                mass = scatter_mass(mass, cells, len(q), layer_kv.num_cells)
-            return finalize(sums, lists, options).reshape(*q.shape[:3], -1), mass
-
-        lists, selected = q.reshape(*visibility.at.shape, *q.shape[2:]), ()
-        size = min(MASS_BLOCK, lists.shape[1]) if options.keep_weights else lists.shape[1]
         if select is not None:
-            local = Shard(cells=axes.cells).to_local_slots(select, layer_kv.num_cells)
-            selected = (local.reshape(*visibility.at.shape, -1),)
-            size = min(size, max_tokens_at_once(layer_kv, *selected))
-        out, mass = attend_by_blocks(attend_to_block, size, visibility, lists, *selected)
+            select = Shard(cells=axes.cells).to_local_slots(select, layer_kv.num_cells)
+            select = select.reshape(*visibility.at.shape, -1)
+        lists, merged = q.reshape(*visibility.at.shape, *q.shape[2:]), (*axes.cells, *shared_axes)
+        out, mass = attend_lists(
+            layer_kv, lists, visibility, select, options, merged, implementation
+        )
         out = out.reshape(*q.shape[:3], -1)
         readable = _all_over_axes(readable, shared_axes)
         out = jnp.where(readable[..., None, None], out, jnp.nan)
@@ -400,16 +377,8 @@ def _attend_layer(
 
     new_specs, query_specs = P(rows, None, axes.kv_heads), P(rows, None, heads)
     kv_specs = layer_kv.partition_specs(axes)
-    in_specs = (
-        kv_specs,
-        P(axes.streams),
-        new_specs,
-        query_specs,
-        P(heads),
-        _specs_of_bias(bias, rows, heads, axes.cells),
-        P(rows),
-        P(rows),
-    )
+    in_specs = kv_specs, P(axes.streams), new_specs, query_specs, P(heads)
+    in_specs += _specs_of_bias(bias, rows, heads, axes.cells), P(rows), P(rows)
     mass_specs = P(rows, heads, axes.cells) if options.keep_weights else None
     out_specs = (kv_specs if new else None), query_specs, mass_specs
     args = layer_kv, incomplete, new, q, options, bias, visible_until, select

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.kv.layer import MASS_BLOCK
+from jaxkv.kv.attend_lists import MASS_BLOCK
 from jaxkv.kv.layer_kv import HeadSizes, make_layer_kv
 from jaxkv.ops.attention import dispatch
 from jaxkv.ops.attention.softmax import sum_weights
