@@ -16,7 +16,7 @@ from jaxkv.core.constants import EMPTY
 from jaxkv.kv.layer_kv import LayerKV
 from jaxkv.ops.attention.active_tiles import split_visibility
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.storage.cell_arrays import gather
+from jaxkv.ops.storage.cell_arrays import gather_streams_of_cells
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def select_cells(
         bias = jnp.take_along_axis(bias, cells[:, None, None], axis=3, mode="clip")
 
     def gather_cells(x: CellArray) -> jax.Array:
-        return gather(x, streams, cells).swapaxes(1, 2)
+        return gather_streams_of_cells(x, streams[:, 0], cells)
 
     keys, values = map_arrays(gather_cells, (layer_kv.keys, layer_kv.values))
     return replace(layer_kv, keys=keys, values=values), replace(
