@@ -36,7 +36,7 @@ def attend(
     bias: Bias | None = None,
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
-    select: Int32[Array, "P T n"] | None = None,
+    select: Int32[Array, "P _ n"] | None = None,
     implementation: Implementation | None = None,
     return_mass: bool = False,
 ) -> tuple[Step, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:
@@ -76,9 +76,10 @@ def attend(
       visible_until: the highest position that each token attends to; by default the position of the
         token. A window is measured from the position of the token. The output of a token is NaN if
         the token would attend to positions after the last token of its sequence in the ubatch.
-      select: for each token of each list (see `read_kv`), the indices of n cells in the stream of
-        the list. The token attends only to those of its visible cells that are selected, and only
-        these are read. Indices outside of `[0, N)` select no cell, and repeated indices count once.
+      select: `[P, T, n]`: for each token of each list (see `read_kv`), the indices of n cells in the
+        stream of the list. The token attends only to those of its visible cells that are selected,
+        and only selected cells are read. Indices outside of `[0, N)` select no cell, and repeated
+        indices count once.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
       return_mass: If True, also return the attention mass: for each cell of the stream of a list

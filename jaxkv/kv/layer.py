@@ -56,7 +56,7 @@ def attend(
     bias: Bias | None = None,
     causal: bool = True,
     visible_until: Tokens | None = None,
-    select: Int32[Array | np.ndarray, "P T n"] | None = None,
+    select: Int32[Array | np.ndarray, "P _ n"] | None = None,
     implementation: Implementation | None = None,
     return_mass: bool = False,
 ) -> tuple[Buffers, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:

@@ -30,11 +30,11 @@ def draw_select(step, count, seed=0):
     cells = step.table.num_cells
     drawn = np.random.default_rng(seed).integers(-2, cells + 3, (*shape, count))
     drawn[..., -1] = drawn[..., 0]
-    return drawn.astype(np.int32)
+    return jnp.asarray(drawn, jnp.int32)
 
 
 def is_selected(select, cells):
-    return (select[..., None] == np.arange(cells)).any(2)
+    return (np.asarray(select)[..., None] == np.arange(cells)).any(2)
 
 
 def by_mask(step, layer, q, select, options=PLAIN, bias=0.0, **look):
@@ -69,7 +69,7 @@ def test_select_of_all_cells_is_attention_to_all():
     step = start_step(make_edited(SMALL))
     arrays = draw_qkv(step)
     shape = list_shape(step)
-    every = np.broadcast_to(np.arange(step.table.num_cells)[::-1], (*shape, step.table.num_cells))
+    every = jnp.broadcast_to(jnp.arange(step.table.num_cells)[::-1], (*shape, step.table.num_cells))
     out = jaxkv.attend(step, 0, *arrays, select=every)[1]
     np.testing.assert_allclose(out, jaxkv.attend(step, 0, *arrays)[1], **CLOSE)
 
@@ -94,7 +94,7 @@ def test_select_with_options_matches_mask(look, bias):
     given = dict(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1, 1, 2 * HEADS))
     select = draw_select(step, 4)
     array = np.random.default_rng(2).normal(size=(*q.shape[:3], step.table.num_cells))
-    array = array.astype(np.float32)
+    array = jnp.asarray(array, jnp.float32)
     given_bias = falls if bias == "function" else array
     after, *found = jaxkv.attend(
         step, 0, q, k, v, **given, **look, bias=given_bias, select=select, return_mass=True
@@ -129,7 +129,7 @@ def test_select_does_not_read_other_cells():
     step = start_step(make_edited(SMALL))
     q, k, v = draw_qkv(step)
     slot = int(step.ubatch.slots[0, 0])  # of a token that attends to itself
-    other = np.full((*list_shape(step), 1), slot + 1, np.int32)
+    other = jnp.full((*list_shape(step), 1), slot + 1, jnp.int32)
     run = partial(jaxkv.attend, step, 0, q, v=v)
     assert np.isnan(run(k=k.at[0, 0].set(jnp.nan))[1]).any()
     out, same = (run(k=x, select=other)[1] for x in (k, k.at[0, 0].set(jnp.nan)))
