@@ -87,6 +87,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "static": {**table.placement.saved_fields(), **static_fields(table)},
             "ropes": to_json(buffers.ropes),
             "latent": [_slice_bounds(sizes.latent) for sizes in buffers.head_sizes],
+            **({"rotated": True} if buffers.rotated else {}),  # not in older files
         }
 
     @staticmethod
@@ -98,7 +99,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         static["placement"] = find_saved_placement(static["placement"], static.pop("shards"))
 
         find = partial(storage_in_snapshot, entries=entries)
-        shapes = _buffer_shapes(sizes, static, ropes, description["latent"], find)
+        rotated = description.get("rotated", False)
+        shapes = _buffer_shapes(sizes, static, ropes, description["latent"], find, rotated=rotated)
         table = CellTable(**empty_fields(stacked_layers=0, **sizes), **static)
 
         def zeros_as_saved(name: str, shape: Any) -> Stored:
@@ -114,7 +116,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
-        """Return the layers, head sizes, dtypes, window and ropes of a cache."""
+        """Return the layers, head sizes, dtypes, rotation, window and ropes of a cache."""
         dtypes = dtype_names((buffers.k, buffers.v))
         return {
             "layers": buffers.layers,
@@ -122,6 +124,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "head_dim": [layer.head_dim for layer in buffers.head_sizes],
             "value_dim": [layer.values for layer in buffers.head_sizes],
             "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
+            "rotate": buffers.rotated,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
         }
@@ -341,6 +344,8 @@ def _buffer_shapes(
     ropes: tuple[Rope | NotGiven | None, ...],
     latent: list[list[int] | None],
     find: Callable[[str], Storage],
+    *,
+    rotated: bool,
 ) -> Buffers:
     """Return the shapes of buffers from `make_cache`; raise for invalid sizes or static fields."""
     layers = range(len(ropes))
@@ -354,7 +359,8 @@ def _buffer_shapes(
         make_attention_cache,
         spec,
         **sizes,
-        dtype=find("k.0").dtype,
+        dtype=(find("k.0").dtype, find("k.0" if latent[0] else "v.0").dtype),
+        rotate=rotated,
         ubatch_size=1,
         max_rollback=sizes["cells"],
         placement=static["placement"],

@@ -14,6 +14,7 @@ class CellDescription(TypedDict):
 
     latent: for each layer, the bounds of the slice of a key that is used as value; None if the
       layer stores values.
+    rotated: True if heads are rotated by a Hadamard matrix; otherwise, the key is absent.
     """
 
     kind: Literal["attention", "source"]
@@ -23,6 +24,7 @@ class CellDescription(TypedDict):
     static: dict[str, Json]
     ropes: Json
     latent: list[list[int] | None]
+    rotated: NotRequired[bool]
 
 
 class StateDescription(TypedDict):
