@@ -263,9 +263,7 @@ def make_layer_kv(
     """Return a `LatentKV` if values are slices of the keys, otherwise a `LayerKV`."""
     kind = LatentKV if sizes.latent else LayerKV
     heads_per_row = sizes.kv_heads // keys.shape[1]
-    return kind(
-        keys=keys, values=values, sizes=sizes, heads_per_row=heads_per_row, rotated=rotated
-    )
+    return kind(keys=keys, values=values, sizes=sizes, heads_per_row=heads_per_row, rotated=rotated)
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:

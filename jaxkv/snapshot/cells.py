@@ -117,13 +117,13 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
         """Return the layers, head sizes, dtypes, rotation, window and ropes of a cache."""
-        dtypes = dtype_names((buffers.k, buffers.v))
+        dtypes = [*dict.fromkeys(dtype_names((buffers.k, buffers.v)))]
         return {
             "layers": buffers.layers,
             "kv_heads": [layer.kv_heads for layer in buffers.head_sizes],
             "head_dim": [layer.head_dim for layer in buffers.head_sizes],
             "value_dim": [layer.values for layer in buffers.head_sizes],
-            "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
+            "dtype": dtypes[0] if len(dtypes) == 1 else dtypes,
             "rotate": buffers.rotated,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},

@@ -21,8 +21,10 @@ def rotate_by_hadamard(x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
     [3.0, -1.0, -1.0, 3.0]
     """
     number = jnp.arange(x.shape[-1])
-    signs = 1 - 2 * (jax.lax.population_count(number[:, None] & number) & 1)
+    signs = 1 - 2 * (jax.lax.population_count(number[:, None] & number[None]) & 1)
     # Signs are exact in each dtype, but some devices would round the numbers.
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    product = jnp.matmul(x, signs.astype(x.dtype), precision="highest", preferred_element_type=dtype)
+    product = jnp.matmul(
+        x, signs.astype(x.dtype), precision="highest", preferred_element_type=dtype
+    )
     return (product * x.shape[-1] ** -0.5).astype(x.dtype)
