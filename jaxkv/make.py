@@ -94,8 +94,9 @@ def make_cache(
         before jax 0.12; on a TPU with rows of fewer than 128 numbers.
       lanes: the size of a stored row is a multiple of this number, without effect on the results of
         functions. Small heads share a row, unless the dtype has at most 8 bits or values are slices
-        of the keys. With 1, each head has a row without padding. The default on a TPU is 128. The default
-        is 1 on other platforms; on a TPU it is also 1 if there are several devices but no `mesh`.
+        of the keys. With 1, each head has a row without padding. The default on a TPU is 128. The
+        default is 1 on other platforms; on a TPU it is also 1 if there are several devices but no
+        `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes that split the cache; default `sharding.ShardingRules()`.
@@ -133,7 +134,8 @@ def make_cache(
 
     llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa` and
     `llama_memory_hybrid`, with the parameters `n_ctx`, `n_seq_max`, `kv_unified` (one stream),
-    `type_k` and `type_v` (dtype; int8 is as `q8_0`, int4 as `q4_0`), `n_ubatch`, `n_rs_seq` (`max_rollback`) and `swa_full`.
+    `type_k` and `type_v` (dtype; `q8_0` is as int8, and `q4_0` as int4), `n_ubatch`, `n_rs_seq`
+    (`max_rollback`) and `swa_full`.
     """
     if not isinstance(spec, CacheSpec):
         raise TypeError(

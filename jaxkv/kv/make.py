@@ -245,7 +245,8 @@ def _check_head_sizes(
     names = " and ".join(dict.fromkeys(dtype.name for dtype in dtypes))
     if rotate and not all(encoded):
         raise ValueError(
-            f"expected keys and values in 8 or 4 bits for rotate=True, got {names}; leave rotate out"
+            f"expected keys and values in 8 or 4 bits for rotate=True, got {names}; leave rotate "
+            f"out"
         )
     for sizes in head_sizes:
         if sizes.latent and (any(encoded) or dtypes[0] != dtypes[1]):
@@ -256,7 +257,8 @@ def _check_head_sizes(
         for dtype, size in zip(dtypes, (sizes.head_dim, sizes.value_dim), strict=True):
             if rotate and size & (size - 1):
                 raise ValueError(
-                    f"expected heads of a power of two for rotate=True, got {size}; leave rotate out"
+                    f"expected heads of a power of two for rotate=True, got {size}; leave rotate "
+                    f"out"
                 )
             if dtype == jnp.int4 and size % 2:
                 raise ValueError(f"expected heads of an even size for int4, got {size}; take int8")

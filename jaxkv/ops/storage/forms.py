@@ -52,7 +52,7 @@ def form_of_dtype(dtype: jax.typing.DTypeLike) -> type[Storage]:
     if known != jnp.int8 and not _has_signs_and_nan(known):
         raise ValueError(
             f"expected a floating dtype with signs and NaN, int8 or int4 for keys and values, got "
-            f"{known}; for few bits pass {' or '.join(ENCODED_DTYPES)}"
+            f"{known}; for few bits pass {', '.join(ENCODED_DTYPES[:-1])} or {ENCODED_DTYPES[-1]}"
         )
     return Quantised if known.itemsize == 1 else Plain
 
