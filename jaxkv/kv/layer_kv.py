@@ -124,7 +124,7 @@ class LayerKV:
         """Return new keys and values in the form of this layer."""
         # Stored values are always finite, so that a masked cell contributes 0.
         k, v = (
-            self._rotate(x.astype(storage_of(old).decoded_dtype))
+            self._rotate(jnp.asarray(x, storage_of(old).decoded_dtype))
             for x, old in zip(new, (self.keys, self.values), strict=True)
         )
         is_finite = jnp.isfinite(v)

@@ -79,7 +79,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     @staticmethod
     def describe(table: CellTable, buffers: Buffers) -> CellDescription:
         """Return the sizes, static fields and ropes of a cache, as JSON values."""
-        return {
+        description: CellDescription = {
             "kind": "attention",
             "cells": table.num_cells,
             "sequences": table.sequences,
@@ -87,8 +87,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "static": {**table.placement.saved_fields(), **static_fields(table)},
             "ropes": to_json(buffers.ropes),
             "latent": [_slice_bounds(sizes.latent) for sizes in buffers.head_sizes],
-            **({"rotated": True} if buffers.rotated else {}),  # not in older files
         }
+        if buffers.rotated:  # older files do not have the key
+            description["rotated"] = True
+        return description
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:

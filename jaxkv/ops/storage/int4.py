@@ -45,9 +45,6 @@ class Int4(Storage):
     packed: Int8[Array, "S K N B"]
     scales: BFloat16[Array, "S K N G"]
 
-    dtype = jnp.dtype(jnp.int4)
-    decoded_dtype = jnp.dtype(jnp.float32)
-
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Int4:
         """Return zeros, of an even size."""
@@ -62,6 +59,16 @@ class Int4(Storage):
         """Shape of the keys or values."""
         return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the codes: int4."""
+        return jnp.dtype(jnp.int4)
+
+    @property
+    def decoded_dtype(self) -> jnp.dtype:
+        """Dtype in which numbers are encoded and decoded: float32."""
+        return jnp.dtype(jnp.float32)
+
     def encode(self, x: Float32[Array, "... D"]) -> Int4:
         """Quantise an array."""
         x = jax.lax.stop_gradient(x)
@@ -73,7 +80,7 @@ class Int4(Storage):
         scales = jnp.clip(scales, -LARGEST_SCALE, LARGEST_SCALE)
         # A compiled maximum may drop a NaN; a sum does not.
         scales = (scales + jnp.sum(x - x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
-        by = jnp.repeat(scales.astype(x.dtype), SCALE_GROUP, axis=-1)[..., :size]
+        by = jnp.repeat(scales.astype(jnp.float32), SCALE_GROUP, axis=-1)[..., :size]
         is_usable = jnp.abs(by) > 0  # False for NaN
         codes = jnp.where(is_usable, x, 0) / jnp.where(is_usable, by, 1)
         codes = jnp.clip(jnp.round(codes), -8, 7).astype(jnp.int8)
@@ -112,7 +119,7 @@ class Int4(Storage):
 
     def _halves(self) -> tuple[Float32[Array, "... B"], Float32[Array, "... B"]]:
         """Return the numbers of even and of odd dimensions."""
-        scales = jnp.repeat(self.scales.astype(self.decoded_dtype), SCALE_GROUP // 2, axis=-1)
+        scales = jnp.repeat(self.scales.astype(jnp.float32), SCALE_GROUP // 2, axis=-1)
         scales = scales[..., : self.packed.shape[-1]]
         # Shifts to the right keep the sign.
         return (self.packed << 4 >> 4) * scales, (self.packed >> 4) * scales
