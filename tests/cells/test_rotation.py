@@ -100,12 +100,12 @@ def test_update_n_times_adds_n_rounding_errors_without_grid(dtype, rotate):
     rope, args = ROPES["halves"], heads(32)
     cache, _ = attend_from(1010, *args, rope=rope, dtype=dtype, rotate=rotate)
     errors = {}
-    for times in (0, 1, 16):
+    for times in (0, 1, 17):
         keys = keys_of(rotate_times(cache, -2, times))
         keys = rotate_heads(keys) if rotate else keys
         wanted = rope.rotate(args[1], 1010 - 2 * times + jnp.arange(TOKENS))
         errors[times] = np.linalg.norm(keys - wanted)
-    assert 1.25 < errors[1] / errors[0] < 1.6 and 2.8 < errors[16] / errors[0] < 4.8
+    assert 1.1 < errors[1] / errors[0] < 1.6 and 3 < errors[17] / errors[0] < 5
 
 
 @pytest.mark.parametrize("size", [8, 128, 160])
