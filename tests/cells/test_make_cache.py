@@ -56,9 +56,9 @@ def states(count):
 
 UNLIKE = [f"float32[2,{sizes}]" for sizes in ("2,16,8", "4,16,4", "2,16,4", "4,16,6")]
 OF_INT8 = ["int8[2,2,16,8]", "float32[2,2,16,1]"] * 4
-OF_INT4 = ["int8[2,2,16,4]", "bfloat16[2,2,16,1]"] * 4
+OF_INT4 = ["int8[2,2,16,4]", "int16[2,2,16,1]"] * 4
 STACKED_INT8 = ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2
-FLOAT16_INT4 = ["float16[2,2,64,8]"] * 2 + ["int8[2,2,64,4]", "bfloat16[2,2,64,1]"] * 2
+FLOAT16_INT4 = ["float16[2,2,64,8]"] * 2 + ["int8[2,2,64,4]", "int16[2,2,64,1]"] * 2
 STACKED = dict(stacked=True, dtype=jnp.bfloat16)
 STRIPED = dict(placement="striped:4")
 BY_SIZES = dict(ubatch_size=3, max_rollback=2, placement="striped:4")

@@ -20,7 +20,7 @@ from jaxkv.ops.storage.storage import Storage
 from jaxkv.rope import Rope
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, BFloat16, Float, Float32, Int8, Int32
+    from jaxtyping import Array, Float, Float32, Int8, Int16, Int32
 
 SCALE_GROUP = 32
 """Number of dimensions of a head that share a scale."""
@@ -37,13 +37,14 @@ class Int4(Storage):
     may be negative. If an element of a head is not finite, all codes of the head are 0 and all its
     scales are NaN. Byte b contains the codes of dimensions 2b (lower bits) and 2b + 1.
 
-    scales: Number of largest magnitude in each group, divided by -8.
+    scales: Number of largest magnitude in each group, divided by -8, as the bits of a bfloat16.
+      Before jax 0.12, a write of some bfloat16 numbers would read all scales on a CPU.
 
     llama.cpp: `q4_0`.
     """
 
     packed: Int8[Array, "S K N B"]
-    scales: BFloat16[Array, "S K N G"]
+    scales: Int16[Array, "S K N G"]
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Int4:
@@ -51,7 +52,7 @@ class Int4(Storage):
         *rest, size = shape
         return cls(
             packed=jnp.zeros((*rest, size // 2), jnp.int8),
-            scales=jnp.zeros((*rest, _num_scales(size)), jnp.bfloat16),
+            scales=jnp.zeros((*rest, _num_scales(size)), jnp.int16),
         )
 
     @property
@@ -84,7 +85,10 @@ class Int4(Storage):
         is_usable = jnp.abs(by) > 0  # False for NaN
         codes = jnp.where(is_usable, x, 0) / jnp.where(is_usable, by, 1)
         codes = jnp.clip(jnp.round(codes), -8, 7).astype(jnp.int8)
-        return Int4(packed=codes[..., ::2] & 15 | codes[..., 1::2] << 4, scales=scales)
+        return Int4(
+            packed=codes[..., ::2] & 15 | codes[..., 1::2] << 4,
+            scales=jax.lax.bitcast_convert_type(scales, jnp.int16),
+        )
 
     def decode(self) -> Float32[Array, "... D"]:
         """Return codes times scales, in float32."""
@@ -119,7 +123,8 @@ class Int4(Storage):
 
     def _halves(self) -> tuple[Float32[Array, "... B"], Float32[Array, "... B"]]:
         """Return the numbers of even and of odd dimensions."""
-        scales = jnp.repeat(self.scales.astype(jnp.float32), SCALE_GROUP // 2, axis=-1)
+        scales = jax.lax.bitcast_convert_type(self.scales, jnp.bfloat16).astype(jnp.float32)
+        scales = jnp.repeat(scales, SCALE_GROUP // 2, axis=-1)
         scales = scales[..., : self.packed.shape[-1]]
         # Shifts to the right keep the sign.
         return (self.packed << 4 >> 4) * scales, (self.packed >> 4) * scales
