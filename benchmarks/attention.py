@@ -9,12 +9,14 @@ kernel. The distinct layers fill four times the last-level cache, so all reads c
 By default one token of each of `--batch` streams attends to all cells. `--tokens` sets the number
 of prompt tokens per stream, and `--seen` the fraction of cells that they attend to. With `--pool`
 each token is of another sequence, and they share the visible cells of their stream in runs of 64.
-These options compare jaxkv's implementations only.
+These options compare jaxkv's implementations only. `jaxkv, mass` also computes the attention
+mass, and with `--select n`, `jaxkv, selected` reads n random cells of each token.
 """
 
 import argparse
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, turns
+from jaxkv.kv.attend_lists import attend_lists
+from jaxkv.kv.layer_kv import HeadSizes, make_layer_kv
 from jaxkv.ops.attention.dispatch import finalize, partial_attention
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
@@ -65,6 +69,20 @@ def attend(q, k, v, visibility, options, implementation=None):
     return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
 
+def attend_lists_of(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
+    options: AttentionOptions,
+    select: jax.Array | None = None,
+) -> jax.Array:
+    """Attend as `jaxkv.attend` does, and use the mass if the options require it."""
+    layer_kv = make_layer_kv(k, v, HeadSizes(k.shape[1], k.shape[3], v.shape[3]))
+    out, mass = attend_lists(layer_kv, q, visibility, select, options, (), None)
+    return out if mass is None else out + 0 * jnp.sum(mass).astype(q.dtype)
+
+
 def visibility_of(
     batch: int, cells: int, tokens: int = 1, seen: float = 1.0, pool: bool = False
 ) -> Visibility:
@@ -95,9 +113,16 @@ def visibility_of(
 
 
 def sides_of(
-    shape: tuple[int, int, int, Any], visibility: Visibility, layers: int, names: list[str] | None
+    shape: tuple[int, int, int, Any],
+    visibility: Visibility,
+    layers: int,
+    names: list[str] | None,
+    count: int | None,
 ) -> dict[str, Callable[[], object]]:
-    """All available sides on the same arrays, after a check that their outputs agree."""
+    """All available sides on the same arrays, after a check that their outputs agree.
+
+    count: of the selected cells.
+    """
     heads, group, size, dtype = shape
     (batch, tokens), cells = visibility.at.shape, visibility.position.shape[1]
     rng = np.random.default_rng(0)
@@ -110,6 +135,9 @@ def sides_of(
     forms: dict[str, Callable] = {"jaxkv": partial(attend, implementation=None)}
     for name in ("tiles", "whole", "xla", *["cudnn"] * gpu):
         forms[f"jaxkv, {name}"] = partial(attend, implementation=name)
+    forms["jaxkv, mass"] = lambda *args: attend_lists_of(
+        *args[:4], replace(args[4], keep_weights=True)
+    )
     plain = tokens == 1 and bool((np.asarray(visibility.owners) != 0).all())
     if plain:
         forms["jax.nn.dot_product_attention"] = jax.nn.dot_product_attention
@@ -128,6 +156,10 @@ def sides_of(
     wanted, *others = (np.asarray(side(), np.float32) for side in sides.values())
     for other in others:
         np.testing.assert_allclose(other, wanted, atol=1e-4 if dtype == jnp.float32 else 2e-2)
+    if count is not None:
+        select = rng.random((batch, tokens, cells), np.float32).argsort(axis=2)[..., :count]
+        side = layers_of(attend_lists_of, layers)
+        sides["jaxkv, selected"] = partial(side, *ours, jnp.asarray(select, jnp.int32))
     if plain and jax.default_backend() == "cpu":
         if find_spec("torch") is not None:
             sides["torch, scaled dot product"] = torch_side(q, k, v, group)
@@ -144,6 +176,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--tokens", type=int, default=1, help="of each stream")
     parser.add_argument("--seen", type=float, default=1.0, help="share of the cells")
+    parser.add_argument("--select", type=int, help="number of selected cells of each token")
     parser.add_argument("--pool", action="store_true", help="each token is of another sequence")
     parser.add_argument("--sides", nargs="*", help="those to compare, all by default")
     parser.add_argument("--megabytes", type=float, default=160, help="of all layers together")
@@ -160,7 +193,7 @@ def main() -> None:
         layer = 2 * batch * heads * cells * size * jnp.dtype(dtype).itemsize / 1e6
         layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
         visibility = visibility_of(batch, cells, args.tokens, args.seen, args.pool)
-        sides = sides_of(SHAPES[args.shape], visibility, layers, args.sides)
+        sides = sides_of(SHAPES[args.shape], visibility, layers, args.sides, args.select)
         print(
             f"batch {batch} x {args.tokens}, {cells} cells, {args.seen:.0%} seen, {layers} layers "
             f"of {layer:.1f} MB; ms a layer:"

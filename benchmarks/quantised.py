@@ -1,9 +1,9 @@
-"""Bytes and time of 8-bit keys and values, in attention and writes.
+"""Bytes and time of keys and values of 8 and 4 bits, in attention and writes.
 
 Run `python -m benchmarks.quantised`. Keys and values have SmolLM2's shape, 3 heads of 64 in groups
 of 3, in layers that fill four times the last-level cache in float32. `jaxkv.attend` writes a token
 of each of `--batch` sequences, a stream each, and attends to all cells. Every dtype stores the same
-numbers; those of 8 bits have a scale for each head and cell.
+numbers; those of 8 bits have a scale for each head and cell. "+rotate" stores rotated heads.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jaxkv
 from benchmarks import machine, turns
 
 HEADS, GROUP, SIZE = 3, 3, 64
-DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "int8+rotate", "int4", "int4+rotate")
 
 
 def side_of(
@@ -31,7 +31,8 @@ def side_of(
         cells=cells,
         sequences=batch,
         streams=batch,
-        dtype=dtype,
+        dtype=dtype.removesuffix("+rotate"),
+        rotate=dtype.endswith("+rotate"),
     )
 
     def numbers(rows: int, tokens: int, heads: int, seed: int) -> jax.Array:

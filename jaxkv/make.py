@@ -15,7 +15,7 @@ from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules, check_mesh, check_sharding_rules
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.cross_attention import as_source_table
-from jaxkv.kv.make import make_attention_cache, parse_placement
+from jaxkv.kv.make import KVDtype, make_attention_cache, parse_placement
 from jaxkv.kv.placement import Placement
 from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.sharding.make import make_sharded
@@ -33,7 +33,8 @@ def make_cache(
     cells: ByPart[int | None] = None,
     sequences: int = 1,
     streams: int = 1,
-    dtype: ByPart[jax.typing.DTypeLike] = jnp.float32,
+    dtype: ByPart[KVDtype] = jnp.float32,
+    rotate: ByPart[bool] = False,
     ubatch_size: ByPart[int] = 512,
     max_rollback: ByPart[int | None] = None,
     placement: ByPart[str | Placement | None] = None,
@@ -59,9 +60,13 @@ def make_cache(
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
         the cost of attention for a sequence does not depend on other sequences.
-      dtype: dtype of keys and values: a floating dtype or int8. Recurrent states have the dtypes of
-        the spec. Keys and values of 8 bits are quantised. Gradients with respect to quantised keys
-        and values are zero; train with another dtype.
+      dtype: dtype of keys and values: a floating dtype, int8 or int4. A pair, such as ("int8",
+        "int4"), has the dtypes of keys and of values; for a hybrid spec, write a tuple of pairs.
+        Recurrent states have the dtypes of the spec. Keys and values of 8 or 4 bits are quantised.
+        Gradients with respect to quantised keys and values are zero; train with another dtype.
+      rotate: If True, keys and values of 8 or 4 bits are stored after a rotation by a Hadamard
+        matrix, which spreads numbers of large magnitude over the head. Results have a smaller
+        rounding error. Each update of a shifted key adds a rounding error, as with int4.
       ubatch_size: with a window, the largest number of tokens in a ubatch. With the default N,
         `init_batch` raises ValueError for a larger ubatch.
       max_rollback: with a window, how many last tokens of a sequence can always be removed if N is
@@ -88,9 +93,10 @@ def make_cache(
         write copies all layers in three cases: outside of `jit`; on a CPU with bfloat16 or float8
         before jax 0.12; on a TPU with rows of fewer than 128 numbers.
       lanes: the size of a stored row is a multiple of this number, without effect on the results of
-        functions. Small heads share a row, unless the dtype has 8 bits or values are slices of the
-        keys. With 1, each head has a row without padding. The default on a TPU is 128. The default
-        is 1 on other platforms; on a TPU it is also 1 if there are several devices but no `mesh`.
+        functions. Small heads share a row, unless the dtype has at most 8 bits or values are slices
+        of the keys. With 1, each head has a row without padding. The default on a TPU is 128. The
+        default is 1 on other platforms; on a TPU it is also 1 if there are several devices but no
+        `mesh`.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, planning and all
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes that split the cache; default `sharding.ShardingRules()`.
@@ -105,8 +111,12 @@ def make_cache(
       ValueError: If attention layers without a window have no `cells`.
       ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
       ValueError: If the placement is unknown, or does not support the number of cells N.
-      ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
-      ValueError: If the dtype has 8 bits and values are slices of the keys.
+      ValueError: If the dtype is neither int8, int4 nor a signed floating dtype with NaN.
+      ValueError: If the dtype has less than 16 bits, or is a pair of two dtypes, and values are
+        slices of the keys.
+      ValueError: If the dtype is int4, and a head size is odd.
+      ValueError: If `rotate` is True, and a dtype has 16 bits or more or a head size is not a power
+        of two.
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
       ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
@@ -118,10 +128,14 @@ def make_cache(
       >>> cache = make_cache(spec, cells=512, sequences=8)
       >>> cache.buffers.k[0].shape, cache.nbytes
       ((1, 3, 512, 64), 1583140)
+      >>> cache = make_cache(spec, cells=512, sequences=8, dtype=("int8", "int4"), rotate=True)
+      >>> cache.buffers.k[0].codes.dtype, cache.buffers.v[0].packed.shape, cache.nbytes
+      (dtype('int8'), (1, 3, 512, 32), 333860)
 
     llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa` and
     `llama_memory_hybrid`, with the parameters `n_ctx`, `n_seq_max`, `kv_unified` (one stream),
-    `type_k` and `type_v` (dtype), `n_ubatch`, `n_rs_seq` (`max_rollback`) and `swa_full`.
+    `type_k` and `type_v` (dtype; `q8_0` is as int8, and `q4_0` as int4), `n_ubatch`, `n_rs_seq`
+    (`max_rollback`) and `swa_full`.
     """
     if not isinstance(spec, CacheSpec):
         raise TypeError(
@@ -140,6 +154,7 @@ def make_cache(
     by_part = {
         "cells": cells,
         "dtype": dtype,
+        "rotate": rotate,
         "ubatch_size": ubatch_size,
         "max_rollback": max_rollback,
         "placement": placement,
@@ -168,7 +183,7 @@ def _make_from_spec(
             )
         )
     for name, value in options.items():
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and name != "dtype":
             raise ValueError(
                 f"expected one {name} for a cache without parts, got {value}; pass a single one"
             )

@@ -37,7 +37,7 @@ from models.families import (
     recurrent_gemma,
     t5,
 )
-from models.families.caches import attending, options_of, spec_of
+from models.families.caches import options_of, spec_of
 from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
@@ -76,6 +76,7 @@ class Model:
     dtype: dtype of the params.
     encoder: `(params, step) -> step`, for `jaxkv.encode`; None if the model has no encoder.
     cache_dtype: default dtype of caches. If None, this default is the dtype of the params.
+    rotate: default of the option `rotate` of caches.
     mesh: mesh of params and caches; None for the default device.
     rules: mesh axes that split params and caches.
     """
@@ -88,6 +89,7 @@ class Model:
     dtype: Any
     encoder: Callable[[Any, jaxkv.Step], jaxkv.Step] | None = None
     cache_dtype: Any = None
+    rotate: bool = False
     mesh: Mesh | AbstractMesh | None = None
     rules: ShardingRules = ShardingRules()
 
@@ -125,8 +127,9 @@ class Model:
 
         Args:
           dtype: dtype of the cache. The default is `cache_dtype` of the model or, if this is None,
-            the dtype of the params. A dtype of quantised keys and values, such as "int8", does not
-            apply to recurrent states, which then have the dtype of the params.
+            the dtype of the params. A dtype of quantised keys and values, such as "int8", or a pair
+            for keys and values does not apply to recurrent states, which then have the dtype of the
+            params.
           options: other arguments of `jaxkv.make_cache`, such as `sequences` and `streams`. The
             arguments `cells`, `source_cells`, `max_rollback` and `full_windows` are described in
             `models.families.caches.options_of`. On a mesh that splits cells, the default
@@ -151,7 +154,9 @@ class Model:
         return dtype or self.cache_dtype or self.dtype
 
     def _spec(self, dtype: Any) -> jaxkv.CacheSpec:
-        of_states = self.dtype if form_of_dtype(dtype).is_encoded else dtype
+        # States have one dtype, which is not that of quantised keys and values.
+        is_plain = not isinstance(dtype, tuple) and not form_of_dtype(dtype).is_encoded
+        of_states = dtype if is_plain else self.dtype
         return spec_of(self.family.layers_of(self.config, of_states))
 
     def _maker(self, dtype: Any, options: dict[str, Any]) -> Callable[..., jaxkv.Cache]:
@@ -161,7 +166,10 @@ class Model:
             shards = self.rules.devices(self.mesh, "cells")
             if shards > 1 and "attention" in {spec.kind, *(part.kind for part, _ in spec.parts)}:
                 options = {"placement": f"striped:{shards}", **options}
-        return partial(jaxkv.make_cache, spec, dtype=dtype, **options_of(spec, **options))
+        if isinstance(dtype, tuple) and spec.parts:
+            dtype = (dtype,) * len(spec.parts)
+        options = {"dtype": dtype, "rotate": self.rotate, **options}
+        return partial(jaxkv.make_cache, spec, **options_of(spec, **options))
 
     @property
     def logits_sharding(self) -> NamedSharding | None:
@@ -191,6 +199,7 @@ def load(
     *,
     dtype: Any = jnp.float32,
     cache_dtype: Any = None,
+    rotate: bool = False,
     implementation: jaxkv.ops.attention.Implementation | None = None,
     return_mass: bool = False,
     mesh: Mesh | None = None,
@@ -205,6 +214,7 @@ def load(
       dtype: dtype of the params.
       cache_dtype: default dtype of caches, see `Model.make_cache`. If None, this default is the
         dtype of the params.
+      rotate: whether caches store rotated heads by default, see `jaxkv.make_cache`.
       implementation: attention implementation, see `jaxkv.attend`. If None, jaxkv selects one.
       return_mass: whether `forward` also returns, as third result, a tuple with the attention mass
         `[S, H, N]` of each attention layer in order, for the argument `edit` of loops.
@@ -228,7 +238,7 @@ def load(
     """
     checkpoint = open_checkpoint(name_or_path)
     options = {"implementation": implementation, "return_mass": return_mass or None}
-    model = _with_shapes(checkpoint, dtype, cache_dtype, options)
+    model = _with_shapes(checkpoint, dtype, cache_dtype, rotate, options)
     sources = model.family.weights_of(checkpoint, model.config)
     if problems := _problems(checkpoint, model.params, sources):
         raise ModelError(
@@ -246,6 +256,7 @@ def load_shapes(
     *,
     dtype: Any = jnp.float32,
     cache_dtype: Any = None,
+    rotate: bool = False,
 ) -> Model:
     """Load a model without weights, to inspect sizes and compile programs.
 
@@ -255,6 +266,7 @@ def load_shapes(
       name_or_path: name or path of the model, as in `load`.
       dtype: dtype of the params.
       cache_dtype: dtype of caches, as in `load`.
+      rotate: as in `load`.
 
     Returns:
       A model in which each param is a `jax.ShapeDtypeStruct`. The function `on_mesh` adds shardings
@@ -272,13 +284,14 @@ def load_shapes(
       >>> cache.buffers.k[0].shape
       (1, 3, 512, 64)
     """
-    return _with_shapes(open_checkpoint(name_or_path, weights=False), dtype, cache_dtype)
+    return _with_shapes(open_checkpoint(name_or_path, weights=False), dtype, cache_dtype, rotate)
 
 
 def _with_shapes(
     checkpoint: Checkpoint,
     dtype: Any,
     cache_dtype: Any,
+    rotate: bool,
     options: dict[str, Any] | None = None,
 ) -> Model:
     """Return the model of a checkpoint, in which each param is a `jax.ShapeDtypeStruct`.
@@ -295,9 +308,8 @@ def _with_shapes(
                 f"{name}={value!r}."
             )
         config = replace(config, **{name: value})
-    _check_cache(checkpoint, family, config, cache_dtype)
     forward, encoder, shapes = functional(family, config, dtype)
-    return Model(
+    model = Model(
         config=config,
         params=shapes,
         forward=forward,
@@ -306,7 +318,13 @@ def _with_shapes(
         family=family,
         dtype=dtype,
         cache_dtype=cache_dtype,
+        rotate=rotate,
     )
+    try:
+        model.cache_shapes(cells=1)
+    except ValueError as error:
+        raise ModelError(f"{checkpoint.source}: {error}.") from None
+    return model
 
 
 def family_of(checkpoint: Checkpoint) -> tuple[ModuleType, Any]:
@@ -357,7 +375,7 @@ def functional(
         outputs = module(step)
         if not getattr(config, "return_mass", False):
             return outputs
-        masses = nnx.to_pure_dict(nnx.pop(module, nnx.Intermediate))
+        masses = nnx.to_pure_dict(nnx.state(module, nnx.Intermediate))
         return *outputs, tuple(jax.tree.leaves(masses))  # in the order of layers
 
     def encoder(params: Any, step: jaxkv.Step) -> jaxkv.Step:
@@ -390,17 +408,6 @@ def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef
 def name_of(path: Any) -> str:
     """Return the dotted name of a param from the param's path in the tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:
-    """Raise `ModelError` if keys are quantised and the model's values are slices of its keys."""
-    if dtype is None or not form_of_dtype(dtype).is_encoded:
-        return
-    if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):
-        raise ModelError(
-            f"{checkpoint.source}: expected a cache dtype of 16 bits or more, since values are "
-            f"slices of keys, got {jnp.dtype(dtype)}; give bfloat16."
-        )
 
 
 def tensor_problems(name_or_path: str | os.PathLike) -> str:

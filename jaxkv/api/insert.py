@@ -197,7 +197,7 @@ def _move_to_devices_of(cache: Cache, source: Cache) -> Cache:
     if is_traced(cache, source):
         return source
     firsts = [x for tree in (tables[0], *split(source)) for x in jax.tree.leaves(tree)[:1]]
-    if not all(hasattr(x, "sharding") for x in firsts):  # shapes
+    if not all(isinstance(x, jax.Array) for x in firsts):  # shapes, or arrays of NumPy
         return source
     own, *others = (x.sharding for x in firsts)
     if all(_is_same_memory(own, other) for other in others):

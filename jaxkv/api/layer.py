@@ -36,6 +36,7 @@ def attend(
     bias: Bias | None = None,
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
+    select: Int32[Array, "P _ n"] | None = None,
     implementation: Implementation | None = None,
     return_mass: bool = False,
 ) -> tuple[Step, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:
@@ -75,6 +76,10 @@ def attend(
       visible_until: the highest position that each token attends to; by default the position of the
         token. A window is measured from the position of the token. The output of a token is NaN if
         the token would attend to positions after the last token of its sequence in the ubatch.
+      select: `[P, T, n]`: for each token of each list (see `read_kv`), the indices of n cells in the
+        stream of the list. The token attends only to those of its visible cells that are selected,
+        and only selected cells are read. Indices outside of `[0, N)` select no cell, and repeated
+        indices count once.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
       return_mass: If True, also return the attention mass: for each cell of the stream of a list
@@ -102,6 +107,7 @@ def attend(
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
       ValueError: If two of `visible_until`, `causal=False` and shared tokens are combined.
+      ValueError: If `select` is not `[P, T, n]` with n > 0.
       ValueError: If a step of encoder sources is passed to a self-attention layer.
       ValueError: If a cross-attention layer gets `k`, `v` or `visible_until` with decoder tokens.
       TypeError: If a cache is passed as the step, or the cache has no attention layers.
@@ -109,6 +115,7 @@ def attend(
       TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If `softcap`, `causal` or `return_mass` is traced.
       TypeError: If a bias does not return floats, or closes over traced values.
+      TypeError: If `select` is not an array of integers.
 
     Examples:
       The second token attends to both tokens:
@@ -127,15 +134,19 @@ def attend(
       >>> out[0, :, 0, 0], mass[0, 0].round(2)
       (Array([2. , 3.5], dtype=float32), Array([1.25, 0.75, 0.  , 0.  ], dtype=float32))
 
+      The first token selects a later cell and a cell that does not exist:
+
+      >>> attend(step, 0, q, select=jnp.array([[[1, 9], [1, 1]]]))[1][0, :, 0, 0]
+      Array([0., 4.], dtype=float32)
+
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`, with ALiBi (`f_max_alibi_bias`) as the only bias.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-    options |= {"causal": causal, "visible_until": visible_until, "return_mass": return_mass}
+    options |= {"causal": causal, "visible_until": visible_until, "select": select}
     writes = k is not None or v is not None
     path, part = _find_layer(step, "attend", layer, writes=writes)
-    buffers, out, *mass = kv.attend(
-        part, path[-1], q, k, v, implementation=implementation, **options
-    )
+    options |= {"implementation": implementation, "return_mass": return_mass}
+    buffers, out, *mass = kv.attend(part, path[-1], q, k, v, **options)
     return step.with_layer(path, buffers) if writes else step, out, *mass
 
 

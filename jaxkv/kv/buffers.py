@@ -36,6 +36,7 @@ class Buffers:
     v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`.
     ropes: Rotary embedding of each layer's keys, static; None for keys without rotation, `NotGiven`
       if the cache was made without `rope=`.
+    rotated: Whether heads are stored rotated by a Hadamard matrix (`ops.storage.hadamard`), static.
     """
 
     k: tuple[Stored, ...]
@@ -43,6 +44,7 @@ class Buffers:
     ropes: tuple[Rope | NotGiven | None, ...] = static_field()
     head_sizes: tuple[HeadSizes, ...] = static_field()
     stacked: bool = static_field(default=False)
+    rotated: bool = static_field(default=False)
 
     @property
     def layers(self) -> int:
@@ -67,11 +69,12 @@ class Buffers:
     def layer(self, layer: int | jax.Array) -> LayerKV:
         """Return the keys and values of a layer, as two `LayerView` if layers are stacked."""
         if not self.stacked:
-            return make_layer_kv(self.k[layer], self.v[layer], self.head_sizes[layer])
+            sizes = self.head_sizes[layer]
+            return make_layer_kv(self.k[layer], self.v[layer], sizes, rotated=self.rotated)
         k, v = jax.tree.map(
             lambda x: make_layer_view(x, layer, self.layers), (self.k[0], self.v[0])
         )
-        return make_layer_kv(k, v, self.head_sizes[0])
+        return make_layer_kv(k, v, self.head_sizes[0], rotated=self.rotated)
 
     def with_layer(self, layer: int | jax.Array, new: LayerKV) -> Buffers:
         """Replace the keys and values of a layer, in the form that `Buffers.layer` returns."""

@@ -22,20 +22,15 @@ from jaxkv.core.partitioning import (
     make_axis_partition,
 )
 from jaxkv.core.validate import check_int32, check_static_bool
+from jaxkv.kv.attend_lists import attend_lists
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.layer_kv import LayerKV, NewKV, check_floats, shardable_sizes
-from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
+from jaxkv.kv.mask import list_shape, needs_unwritten_tokens, visibility_of
 from jaxkv.kv.shards import Shard
 from jaxkv.ops.attention.active_tiles import split_visibility
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
-from jaxkv.ops.attention.dispatch import Implementation, finalize
-from jaxkv.ops.attention.softmax import (
-    AttentionOptions,
-    make_options,
-    merge_over_devices,
-    sum_weights,
-)
-from jaxkv.ops.attention.token_blocks import attend_by_blocks
+from jaxkv.ops.attention.dispatch import Implementation
+from jaxkv.ops.attention.softmax import AttentionOptions, make_options
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.ops.storage.layer_stack import gather_streams, layer_views
 from jaxkv.step import Step, map_step, without_buffers
@@ -46,9 +41,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
     from jaxkv.core.types import Tokens
-
-MASS_BLOCK = 64
-"""Largest number of tokens of a list whose weights are kept at once to compute attention mass."""
 
 
 def attend(
@@ -64,6 +56,7 @@ def attend(
     bias: Bias | None = None,
     causal: bool = True,
     visible_until: Tokens | None = None,
+    select: Int32[Array | np.ndarray, "P _ n"] | None = None,
     implementation: Implementation | None = None,
     return_mass: bool = False,
 ) -> tuple[Buffers, Float[Array, "R T H Dv"], *tuple[Float[Array, "P H N"], ...]]:
@@ -97,6 +90,7 @@ def attend(
     )
     added = check_bias(bias, (*q.shape[:3], layer_kv.num_cells))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
+    select = _check_select(select, step)
     layer_kv, out, mass = _attend_layer(
         without_buffers(step),
         layer_kv,
@@ -106,6 +100,7 @@ def attend(
         options,
         added,
         visible_until,
+        select,
         causal,
         implementation,
     )
@@ -199,6 +194,18 @@ def _check_visible_until(
             f"token sees, got {last.shape}; give each token its last visible position"
         )
     return last
+
+
+def _check_select(select: jax.Array | np.ndarray | None, step: Step) -> jax.Array | None:
+    if select is None:
+        return None
+    cells, lists = jnp.asarray(check_int32(select, "select")), list_shape(step)
+    if cells.ndim != 3 or cells.shape[:2] != lists or not cells.size:
+        raise ValueError(
+            f"expected select [P, T, n] of {(*lists, 'n')}, at least one cell for each token, got "
+            f"{cells.shape}; P and T are sizes of the mask of read_kv"
+        )
+    return cells
 
 
 def _write_local_kv(axes: AxisPartition, layer_kv: LayerKV, ubatch: Ubatch, new: NewKV) -> LayerKV:
@@ -313,6 +320,7 @@ def _attend_layer(
     options: AttentionOptions,
     bias: BiasOfLists | None,
     visible_until: jax.Array | None,
+    select: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[LayerKV | None, jax.Array, jax.Array | None]:
@@ -339,26 +347,25 @@ def _attend_layer(
         options: AttentionOptions,
         bias: BiasOfLists | None,
         visible_until: jax.Array | None,
+        select: jax.Array | None,
     ) -> tuple[LayerKV | None, jax.Array, jax.Array | None]:
         readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
-        if shared_axes and options.keep_weights:  # each row is a list, on all devices
+        if shared_axes and (options.keep_weights or select is not None):
+            # Each row is a list, on all devices.
             visibility = split_visibility(visibility, len(q) // len(visibility.at))
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
         visibility = replace(visibility, bias=bias)
         if new:
             layer_kv = _write_local_kv(axes, layer_kv, step.ubatch, new)
-
-        def attend_to_block(visibility: Visibility, q: jax.Array) -> tuple:
-            part = layer_kv.attend(q, visibility, options, implementation)
-            sums = merge_over_devices(part, (*axes.cells, *shared_axes))
-            mass = sum_weights(part, sums, options, q.shape[1])
-            return finalize(sums, q, options), mass
-
-        lists = q.reshape(*visibility.at.shape, *q.shape[2:])
-        size = MASS_BLOCK if options.keep_weights else lists.shape[1]
-        out, mass = attend_by_blocks(attend_to_block, size, visibility, lists)
+        if select is not None:
+            select = Shard(cells=axes.cells).to_local_slots(select, layer_kv.num_cells)
+            select = select.reshape(*visibility.at.shape, -1)
+        lists, merged = q.reshape(*visibility.at.shape, *q.shape[2:]), (*axes.cells, *shared_axes)
+        out, mass = attend_lists(
+            layer_kv, lists, visibility, select, options, merged, implementation
+        )
         out = out.reshape(*q.shape[:3], -1)
         readable = _all_over_axes(readable, shared_axes)
         out = jnp.where(readable[..., None, None], out, jnp.nan)
@@ -370,18 +377,11 @@ def _attend_layer(
 
     new_specs, query_specs = P(rows, None, axes.kv_heads), P(rows, None, heads)
     kv_specs = layer_kv.partition_specs(axes)
-    in_specs = (
-        kv_specs,
-        P(axes.streams),
-        new_specs,
-        query_specs,
-        P(heads),
-        _specs_of_bias(bias, rows, heads, axes.cells),
-        P(rows),
-    )
+    in_specs = kv_specs, P(axes.streams), new_specs, query_specs, P(heads)
+    in_specs += _specs_of_bias(bias, rows, heads, axes.cells), P(rows), P(rows)
     mass_specs = P(rows, heads, axes.cells) if options.keep_weights else None
     out_specs = (kv_specs if new else None), query_specs, mass_specs
-    args = layer_kv, incomplete, new, q, options, bias, visible_until
+    args = layer_kv, incomplete, new, q, options, bias, visible_until, select
     return map_step(step, axes.streams, attend_on_shard, args, in_specs, out_specs)
 
 

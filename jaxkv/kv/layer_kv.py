@@ -18,6 +18,7 @@ from jaxkv.ops.attention.softmax import AttentionOptions, OnlineSoftmax
 from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.storage.cell_arrays import scatter
 from jaxkv.ops.storage.forms import storage_of
+from jaxkv.ops.storage.hadamard import rotate_by_hadamard
 from jaxkv.ops.storage.head_rows import (
     join_heads,
     pad_queries,
@@ -63,12 +64,20 @@ class LayerKV:
       and D the size of a row.
     values: `[S, K, N, Dv]`.
     heads_per_row: The number n, which a shard of the layer cannot know.
+    rotated: Whether keys and values are rotated by a Hadamard matrix before they are encoded.
     """
 
     keys: Stored
     values: Any
     sizes: HeadSizes = static_field()
     heads_per_row: int = static_field()
+    rotated: bool = static_field()
+
+    @property
+    def _form(self) -> tuple:
+        """Form and dtype of keys and values, and whether they are rotated."""
+        stored = [storage_of(x) for x in (self.keys, self.values) if not isinstance(x, ValueSlice)]
+        return (self.rotated, *((type(x), x.dtype) for x in stored))
 
     @property
     def num_cells(self) -> int:
@@ -115,7 +124,7 @@ class LayerKV:
         """Return new keys and values in the form of this layer."""
         # Stored values are always finite, so that a masked cell contributes 0.
         k, v = (
-            x.astype(storage_of(old).decoded_dtype)
+            self._rotate(jnp.asarray(x, storage_of(old).decoded_dtype))
             for x, old in zip(new, (self.keys, self.values), strict=True)
         )
         is_finite = jnp.isfinite(v)
@@ -137,7 +146,7 @@ class LayerKV:
     ) -> OnlineSoftmax:
         """Return the partial softmax of lists of queries, without sinks."""
         keys = self.keys
-        q = pad_queries(q, keys.shape[1], self.heads_per_row, keys.shape[3])
+        q = pad_queries(self._rotate(q), keys.shape[1], self.heads_per_row, keys.shape[3])
         sums = partial_attention(q, keys, self._rows_to_sum(), visibility, options, implementation)
         return sums._replace(out=self._values_of_sums(sums.out))
 
@@ -147,13 +156,17 @@ class LayerKV:
 
     def _values_of_sums(self, out: Float[Array, "P _ X W"]) -> Float[Array, "P _ X Dv"]:
         """Return the weighted sums of values from the weighted sums of rows."""
-        return take_own_heads(out, self.heads_per_row, self.sizes.value_dim)
+        return self._rotate(take_own_heads(out, self.heads_per_row, self.sizes.value_dim))
+
+    def _rotate(self, x: Float[Array, "*n _"]) -> Float[Array, "*n _"]:
+        """Rotate heads to the form in which they are stored, or back."""
+        return rotate_by_hadamard(x) if self.rotated else x
 
     def decode(self) -> tuple[Float[Array, "P K N D"], Float[Array, "P K N Dv"]]:
         """Return keys and values as arrays, one for each head."""
         sizes = self.sizes.head_dim, self.sizes.value_dim
         keys, values = (
-            split_rows_of_cells(storage_of(x).decode(), self.heads_per_row, size)
+            self._rotate(split_rows_of_cells(storage_of(x).decode(), self.heads_per_row, size))
             for x, size in zip((self.keys, self.values), sizes, strict=True)
         )
         return keys, values
@@ -173,8 +186,7 @@ class LayerKV:
 
         Stored numbers are kept if both layers have the same form; otherwise heads are converted.
         """
-        own, other = storage_of(self.keys), storage_of(heads.keys)
-        if type(own) is not type(other) or own.dtype != other.dtype:
+        if self._form != heads._form:
             return self.encode(heads.decode_heads())
 
         def join_array(old: Any, new: jax.Array) -> jax.Array:
@@ -186,7 +198,7 @@ class LayerKV:
 
     def decode_heads(self) -> NewKV:
         """Return keys and values `[..., K, D]` that `read_heads` returned, as arrays of floats."""
-        return storage_of(self.keys).decode(), storage_of(self.values).decode()
+        return tuple(self._rotate(storage_of(x).decode()) for x in (self.keys, self.values))
 
 
 @pytree_dataclass
@@ -245,11 +257,13 @@ class LatentKV(LayerKV):
         return (storage_of(self.keys).decode(),)
 
 
-def make_layer_kv(keys: Stored, values: Stored | ValueSlice, sizes: HeadSizes) -> LayerKV:
+def make_layer_kv(
+    keys: Stored, values: Stored | ValueSlice, sizes: HeadSizes, *, rotated: bool = False
+) -> LayerKV:
     """Return a `LatentKV` if values are slices of the keys, otherwise a `LayerKV`."""
     kind = LatentKV if sizes.latent else LayerKV
     heads_per_row = sizes.kv_heads // keys.shape[1]
-    return kind(keys=keys, values=values, sizes=sizes, heads_per_row=heads_per_row)
+    return kind(keys=keys, values=values, sizes=sizes, heads_per_row=heads_per_row, rotated=rotated)
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:

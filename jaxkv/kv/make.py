@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ MIN_SEQUENCES_IN_TILES = 8
 MIN_CELLS_IN_TILES = 4096
 """Smallest number of cells of a stream that is in tiles by default."""
 
+KVDtype: TypeAlias = jax.typing.DTypeLike | tuple[jax.typing.DTypeLike, jax.typing.DTypeLike]
+"""Dtype of keys and values, or a pair of both dtypes."""
+
 HEAD_DEVICES: ContextVar[int | None] = ContextVar("HEAD_DEVICES", default=None)
 """Number of devices that split heads, set while `sharding.shapes` makes a cache."""
 
@@ -39,7 +42,8 @@ def make_attention_cache(
     cells: int | None,
     sequences: int,
     streams: int,
-    dtype: jax.typing.DTypeLike,
+    dtype: KVDtype,
+    rotate: bool = False,
     ubatch_size: int,
     max_rollback: int | None,
     placement: str | Placement | None,
@@ -49,7 +53,7 @@ def make_attention_cache(
 ) -> Cache:
     """Implement `make_cache` for attention layers."""
     chosen = parse_placement(placement)
-    form_of_dtype(dtype)  # raises for a dtype without a form
+    dtypes = parse_dtypes(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
     rollback = check_count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
     window_ubatch_size = None
@@ -77,7 +81,8 @@ def make_attention_cache(
         cells=cells,
         sequences=sequences,
         streams=streams,
-        dtype=jnp.dtype(dtype),
+        dtypes=dtypes,
+        rotate=bool(rotate),
         stacked=bool(stacked),
         lanes=lanes,
         devices=devices or 1,
@@ -89,6 +94,23 @@ def make_attention_cache(
         ubatch_size=window_ubatch_size,
     )
     return merge(table, buffers)
+
+
+def parse_dtypes(dtype: KVDtype) -> tuple[jnp.dtype, jnp.dtype]:
+    """Return the dtypes of keys and of values.
+
+    >>> [x.name for x in parse_dtypes(("int8", "int4"))], [x.name for x in parse_dtypes("int8")]
+    (['int8', 'int4'], ['int8', 'int8'])
+    """
+    pair = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    if len(pair) != 2:
+        raise ValueError(
+            f"expected one dtype, or a pair for keys and values, got {dtype}; pass a pair, as "
+            f'("int8", "int4")'
+        )
+    for each in pair:
+        form_of_dtype(each)  # raises for a dtype without a form
+    return jnp.dtype(pair[0]), jnp.dtype(pair[1])
 
 
 def default_placement(cells: int, *, sharing: int, platform: str | None = None) -> Placement:
@@ -116,15 +138,17 @@ def default_lanes(devices: int | None = None, platform: str | None = None) -> in
 
 
 def choose_heads_per_row(
-    lanes: int, heads: Sequence[HeadSizes], dtype: jnp.dtype, devices: int
+    lanes: int, heads: Sequence[HeadSizes], dtypes: Sequence[jnp.dtype], devices: int
 ) -> int:
     """Return how many heads share a row of `lanes` numbers, a divisor of each `kv_heads`.
 
     >>> sizes = [HeadSizes(kv_heads=8, head_dim=64, values=64)]
-    >>> [choose_heads_per_row(128, sizes, jnp.dtype("float32"), devices) for devices in (1, 4, 8)]
+    >>> dtypes = [jnp.dtype("float32")]
+    >>> [choose_heads_per_row(128, sizes, dtypes, devices) for devices in (1, 4, 8)]
     [2, 2, 1]
     """
-    if form_of_dtype(dtype).is_encoded or any(layer.latent for layer in heads):
+    is_encoded = any(form_of_dtype(dtype).is_encoded for dtype in dtypes)
+    if is_encoded or any(layer.latent for layer in heads):
         return 1
     counts = [layer.kv_heads for layer in heads]
     most = min(lanes // max(max(layer.head_dim, layer.value_dim) for layer in heads), *counts)
@@ -138,7 +162,9 @@ def choose_heads_per_row(
 @partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("cells", "sequences", "streams", "dtype", "stacked", "lanes", "devices"),
+    static_argnames=(
+        *("cells", "sequences", "streams", "dtypes", "rotate", "stacked", "lanes", "devices"),
+    ),
 )
 def _make_arrays(
     spec: CacheSpec,
@@ -146,7 +172,8 @@ def _make_arrays(
     cells: int,
     sequences: int,
     streams: int,
-    dtype: jnp.dtype,
+    dtypes: tuple[jnp.dtype, jnp.dtype],
+    rotate: bool,
     stacked: bool,
     lanes: int,
     devices: int,
@@ -158,7 +185,7 @@ def _make_arrays(
         streams=streams,
         fields=spec.fields,
     )
-    buffers = _zero_buffers(spec, streams, cells, dtype, stacked, lanes, devices)
+    buffers = _zero_buffers(spec, streams, cells, dtypes, rotate, stacked, lanes, devices)
     return fields, buffers
 
 
@@ -166,20 +193,17 @@ def _zero_buffers(
     spec: CacheSpec,
     streams: int,
     cells: int,
-    dtype: jnp.dtype,
+    dtypes: tuple[jnp.dtype, jnp.dtype],
+    rotate: bool,
     stacked: bool,
     lanes: int,
     devices: int,
 ) -> Buffers:
     names = "kv_heads", "head_dim", "value_dim", "rope"
     heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
-    head_sizes, form = tuple(map(HeadSizes, heads, keys, values)), form_of_dtype(dtype)
-    if form.is_encoded and any(sizes.latent for sizes in head_sizes):
-        raise ValueError(
-            f"expected a dtype of 16 bits or more where values are a part of the keys, got "
-            f"{jnp.dtype(dtype)}; take bfloat16"
-        )
-    n = choose_heads_per_row(lanes, head_sizes, dtype, devices)
+    head_sizes = tuple(map(HeadSizes, heads, keys, values))
+    _check_head_sizes(head_sizes, dtypes, rotate=rotate)
+    n = choose_heads_per_row(lanes, head_sizes, dtypes, devices)
     shapes = [(streams, count // n, cells) for count in heads]
 
     def row_size(size: int) -> int:
@@ -197,18 +221,48 @@ def _zero_buffers(
                 )
         shapes = [(streams * spec.layers, heads[0] // n, cells)]
 
-    def zeros(shape: tuple[int, int, int], size: int) -> Stored:
-        return form.zeros((*shape, row_size(size)), dtype)
+    def zeros(dtype: jnp.dtype, shape: tuple[int, int, int], size: int) -> Stored:
+        return form_of_dtype(dtype).zeros((*shape, row_size(size)), dtype)
 
     arrays = list(zip(shapes, head_sizes, strict=False))  # one pair if layers are stacked
 
     return Buffers(
-        k=tuple(zeros(shape, sizes.head_dim) for shape, sizes in arrays),
-        v=tuple(sizes.latent or zeros(shape, sizes.value_dim) for shape, sizes in arrays),
+        k=tuple(zeros(dtypes[0], shape, sizes.head_dim) for shape, sizes in arrays),
+        v=tuple(
+            sizes.latent or zeros(dtypes[1], shape, sizes.value_dim) for shape, sizes in arrays
+        ),
         ropes=ropes,
         head_sizes=head_sizes,
         stacked=stacked,
+        rotated=rotate,
     )
+
+
+def _check_head_sizes(
+    head_sizes: Sequence[HeadSizes], dtypes: tuple[jnp.dtype, jnp.dtype], *, rotate: bool
+) -> None:
+    """Raise a ValueError if heads cannot be stored in the dtypes, or cannot be rotated."""
+    encoded = [form_of_dtype(dtype).is_encoded for dtype in dtypes]
+    names = " and ".join(dict.fromkeys(dtype.name for dtype in dtypes))
+    if rotate and not all(encoded):
+        raise ValueError(
+            f"expected keys and values in 8 or 4 bits for rotate=True, got {names}; leave rotate "
+            f"out"
+        )
+    for sizes in head_sizes:
+        if sizes.latent and (any(encoded) or dtypes[0] != dtypes[1]):
+            raise ValueError(
+                f"expected one dtype of 16 bits or more where values are a part of the keys, got "
+                f"{names}; take bfloat16"
+            )
+        for dtype, size in zip(dtypes, (sizes.head_dim, sizes.value_dim), strict=True):
+            if rotate and size & (size - 1):
+                raise ValueError(
+                    f"expected heads of a power of two for rotate=True, got {size}; leave rotate "
+                    f"out"
+                )
+            if dtype == jnp.int4 and size % 2:
+                raise ValueError(f"expected heads of an even size for int4, got {size}; take int8")
 
 
 def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
 
 
+def list_shape(step: Step) -> tuple[int, int]:
+    """Return the number of lists of tokens, P, and the number of tokens of a list, T."""
+    # P lists of tokens, each in one stream; attention reads keys once for each list. If row r is
+    # sequence r, the rows of each stream are neighbours. Otherwise the stream of a row is traced,
+    # so each row is a list.
+    streams, (rows, tokens) = step.table.streams, step.valid.shape
+    lists = streams if streams == 1 or step.ubatch.row_is_sequence else rows
+    return lists, rows * tokens // lists
+
+
 def visibility_of(
     step: Step,
     *,
@@ -33,14 +43,11 @@ def visibility_of(
             "another; make_batch with one sequence for each token"
         )
     _, word, bit = locate_owner_bit(cells, ubatch.sequences)
-    # P lists of tokens, each in one stream; attention reads keys once for each list. If row r is
-    # sequence r, the rows of each stream are neighbours. Otherwise the stream of a row is traced,
-    # so each row is a list.
     all_streams = cells.streams == 1 or ubatch.row_is_sequence
     streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     is_query = ubatch.valid & (ubatch.slots < MAX_CELLS)
     bit = jnp.where(is_query, jnp.uint32(1) << bit, 0)
-    at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
+    at, word, bit = (x.reshape(list_shape(step)) for x in (ubatch.positions, word, bit))
     # If a list has more tokens than sequences, several tokens of a prompt attend to the same tiles.
     has_few_tokens = at.shape[1] <= cells.sequences_per_stream
     return Visibility(

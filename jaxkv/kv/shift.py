@@ -33,6 +33,7 @@ from jaxkv.kv.eviction import accept_edit
 from jaxkv.kv.shards import Shard, map_kv
 from jaxkv.ops.storage.cell_arrays import gather, scatter
 from jaxkv.ops.storage.forms import storage_of
+from jaxkv.ops.storage.hadamard import rotate_by_hadamard
 from jaxkv.ops.storage.head_rows import join_heads
 from jaxkv.ops.storage.layer_stack import CellArray, map_arrays
 from jaxkv.ops.storage.storage import Stored
@@ -226,7 +227,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     buffers = map_kv(
         cells,
         buffers,
-        partial(_rotate_keys, ropes, buffers.heads_per_row, head_dims),
+        partial(_rotate_keys, ropes, buffers.heads_per_row, head_dims, buffers.rotated),
         start,
         by,
         by_stream=2,
@@ -243,6 +244,7 @@ def _rotate_keys(
     ropes: tuple[Rope | NotGiven | None, ...],
     heads_per_row: int,
     head_dims: list[int],
+    rotated: bool,
     shard: Shard,
     start: jax.Array,
     by: jax.Array,
@@ -283,7 +285,11 @@ def _rotate_keys(
                 rows = map_arrays(read_rows, k)
                 key = storage_of(rows).split_rows(heads_per_row, head_dim)  # [CHUNK, K, D]
                 rope = replace(rope, attention_factor=1.0)
-                key = storage_of(key).rotate(begin, begin + rotation, rope)
+                if rotated:
+                    moved = rope.rotate(rotate_by_hadamard(storage_of(key).decode()), rotation)
+                    key = storage_of(key).encode(rotate_by_hadamard(moved))
+                else:
+                    key = storage_of(key).rotate(begin, begin + rotation, rope)
                 k = map_arrays(write_heads, k, key)
             turned.append(k)
         return tuple(turned)

@@ -150,16 +150,22 @@ def move(
     if isinstance(to, Mesh):
         rules = sharding_rules or table.sharding_rules or ShardingRules()
         where: PyTree = shardings(cache, to, rules)
-    else:
-        rules = None
-        if not isinstance(to, jax.Device):
-            raise TypeError(f"expected a mesh or a device, got {type(to)}; pass jax.devices()[0]")
-        if sharding_rules is not None:
-            raise ValueError("expected a mesh with sharding_rules, got one device; pass a mesh")
-        where = SingleDeviceSharding(to)
-    if memory_kind is not None:
-        where = jax.tree.map(lambda sharding: sharding.with_memory_kind(memory_kind), where)
-    return jax.device_put(merge(table.with_sharding_rules(rules), buffers), where)
+        if memory_kind is not None:
+            where = jax.tree.map(lambda sharding: sharding.with_memory_kind(memory_kind), where)
+        return jax.device_put(merge(table.with_sharding_rules(rules), buffers), where)
+    if not isinstance(to, jax.Device):
+        raise TypeError(f"expected a mesh or a device, got {type(to)}; pass jax.devices()[0]")
+    if sharding_rules is not None:
+        raise ValueError("expected a mesh with sharding_rules, got one device; pass a mesh")
+    kind = memory_kind or to.default_memory().kind
+
+    def move_array(x: jax.Array | np.ndarray) -> jax.Array:
+        # JAX cannot copy from a mesh to one of its devices and to other memory at once.
+        if isinstance(x, jax.Array):
+            x = jax.device_put(x, x.sharding.with_memory_kind(kind))
+        return jax.device_put(x, SingleDeviceSharding(to, memory_kind=kind))
+
+    return jax.tree.map(move_array, merge(table.with_sharding_rules(None), buffers))
 
 
 def _is_partition_spec(x: object) -> bool:

@@ -92,6 +92,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         fields = [(name, list(shape), dtype.name) for name, shape, dtype in table.field_specs]
         if fields:
             description["fields"] = fields
+        if buffers.rotated:  # older files do not have the key
+            description["rotated"] = True
         return description
 
     @staticmethod
@@ -103,7 +105,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         static["placement"] = find_saved_placement(static["placement"], static.pop("shards"))
 
         find = partial(storage_in_snapshot, entries=entries)
-        shapes = _buffer_shapes(sizes, static, ropes, description["latent"], find)
+        rotated = description.get("rotated", False)
+        shapes = _buffer_shapes(sizes, static, ropes, description["latent"], find, rotated=rotated)
         forms = {name: (shape, dtype) for name, shape, dtype in description.get("fields", ())}
         fields = CacheSpec.attention(1, 1, 1, fields=forms).fields
         table = CellTable(**empty_fields(stacked_layers=0, **sizes, fields=fields), **static)
@@ -121,14 +124,15 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
-        """Return the layers, head sizes, dtypes, window and ropes of a cache."""
-        dtypes = dtype_names((buffers.k, buffers.v))
+        """Return the layers, head sizes, dtypes, rotation, window and ropes of a cache."""
+        dtypes = [*dict.fromkeys(dtype_names((buffers.k, buffers.v)))]
         return {
             "layers": buffers.layers,
             "kv_heads": [layer.kv_heads for layer in buffers.head_sizes],
             "head_dim": [layer.head_dim for layer in buffers.head_sizes],
             "value_dim": [layer.values for layer in buffers.head_sizes],
-            "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
+            "dtype": dtypes[0] if len(dtypes) == 1 else dtypes,
+            "rotate": buffers.rotated,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
         }
@@ -354,6 +358,8 @@ def _buffer_shapes(
     ropes: tuple[Rope | NotGiven | None, ...],
     latent: list[list[int] | None],
     find: Callable[[str], Storage],
+    *,
+    rotated: bool,
 ) -> Buffers:
     """Return the shapes of buffers from `make_cache`; raise for invalid sizes or static fields."""
     layers = range(len(ropes))
@@ -367,7 +373,8 @@ def _buffer_shapes(
         make_attention_cache,
         spec,
         **sizes,
-        dtype=find("k.0").dtype,
+        dtype=(find("k.0").dtype, find("k.0" if latent[0] else "v.0").dtype),
+        rotate=rotated,
         ubatch_size=1,
         max_rollback=sizes["cells"],
         placement=static["placement"],

@@ -15,6 +15,7 @@ class CellDescription(TypedDict):
     latent: for each layer, the bounds of the slice of a key that is used as value; None if the
       layer stores values.
     fields: name, shape and dtype of each user field; absent without user fields.
+    rotated: True if heads are rotated by a Hadamard matrix; otherwise, the key is absent.
     """
 
     kind: Literal["attention", "source"]
@@ -25,6 +26,7 @@ class CellDescription(TypedDict):
     ropes: Json
     latent: list[list[int] | None]
     fields: NotRequired[list[tuple[str, list[int], str]]]
+    rotated: NotRequired[bool]
 
 
 class StateDescription(TypedDict):

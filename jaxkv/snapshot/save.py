@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import Cache
+from jaxkv.core.donation import explain_donation_errors
 from jaxkv.core.validate import check_int32
 from jaxkv.snapshot import file
 from jaxkv.snapshot.assemble import check_saveable, describe, list_sequences, name_parts
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jaxkv.snapshot.description import Json, SnapshotContent
 
 
+@explain_donation_errors
 def save(
     cache: Cache,
     *,
@@ -35,7 +37,7 @@ def save(
     in a temporary folder and then moved, so a file with the final name is always complete.
 
     Args:
-      cache: cache on one device.
+      cache: any cache. Save a cache on a mesh inside of `jax.set_mesh`.
       path: path of the file; by default, `save` returns bytes. An existing file is replaced, and
         links are followed. If the process is killed, a folder `.*.jaxkv-unfinished` remains next to
         the path until the next `save` there removes it.
@@ -54,7 +56,7 @@ def save(
       OSError: If writing fails, for example on a full disk. An earlier file is unchanged.
       OSError: If the path is a folder or a device, or the folder of the path does not exist.
       TypeError: If the cache has shapes only.
-      ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
+      ValueError: If the cache is traced, donated, in host memory, or a batch of caches.
       ValueError: If a layer of the cache was not written after `apply`.
       ValueError: If a sequence id is unknown or repeated, or the list of ids is nested.
       ValueError: If `model_id` or `notes` is nested more than 64 deep.

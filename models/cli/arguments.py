@@ -130,6 +130,7 @@ def add_devices(add: Add) -> None:
     """Add the options for the dtypes and the mesh of params and cache."""
     add("--dtype", choices=DTYPES, default="float32")
     add("--cache-dtype", choices=[*DTYPES, *ENCODED_DTYPES])
+    add("--rotate", action="store_true")
     add("--mesh", type=mesh_sizes, metavar="NAME=N,...")
 
 

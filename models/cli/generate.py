@@ -52,6 +52,7 @@ def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
         with progress("loading") as on_progress:
             options = {"mesh": mesh, "rules": RULES, "progress": on_progress}
             options |= {"dtype": jnp.dtype(args.dtype), "cache_dtype": args.cache_dtype}
+            options["rotate"] = args.rotate
             model = load(name, **options)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}.") from error

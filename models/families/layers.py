@@ -208,17 +208,17 @@ class Attention(nnx.Module):
             implementation=c.implementation,
             return_mass=c.return_mass,
         )
-        sow_mass(self, step, mass)
+        store_mass(self, step, mass)
         out = out.reshape(*token, -1)
         if self.gated:
             out = out * jax.nn.sigmoid(gate.reshape(out.shape))
         return step, self.output(out)
 
 
-def sow_mass(layer: nnx.Module, step: jaxkv.Step, mass: list[jax.Array]) -> None:
+def store_mass(layer: nnx.Module, step: jaxkv.Step, mass: list[jax.Array]) -> None:
     """Store the attention mass of a layer, if there is one, for `functional` of `models.model`."""
     if mass:
-        layer.sow(nnx.Intermediate, "mass", step.sum_by_stream(*mass))
+        layer.mass = nnx.Intermediate(step.sum_by_stream(*mass))
 
 
 class GatedFeed(nnx.Module):

@@ -23,7 +23,7 @@ LAYER, LAYERS = 1, 3
 """The layer that tests use, and the number of layers of a stacked array."""
 
 MOST = {"int8": 127, "float8_e4m3fn": 448}
-"""The largest code of each dtype."""
+"""The largest code of each dtype of 8 bits."""
 
 PLAIN = AttentionOptions()
 
@@ -123,7 +123,45 @@ def quantise(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(codes, axis=-1), np.concatenate(scales, axis=-1)
 
 
-def round_to_storage(x: Any, dtype: str) -> np.ndarray:
+def quantise_to_int4(x: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise numbers `[..., D]`: return two codes in a byte, and a scale for each 32 numbers."""
+    x = np.asarray(x, np.float32)
+    codes, scales = np.zeros(x.shape, np.int64), []
+    for first in range(0, x.shape[-1], 32):
+        group = x[..., first : first + 32]
+        largest = np.take_along_axis(group, abs(group).argmax(-1, keepdims=True), -1)
+        scale = np.clip(largest / np.float32(-8), -(2.0**124), 2.0**124).astype(jnp.bfloat16)
+        scale[~np.isfinite(x).all(-1)] = np.nan
+        by = scale.astype(np.float32)
+        there = abs(by) > 0
+        code = np.where(there, group, np.float32(0)) / np.where(there, by, np.float32(1))
+        codes[..., first : first + 32] = np.clip(np.rint(code), -8, 7)
+        scales.append(scale)
+    packed = codes[..., ::2] % 16 + 16 * (codes[..., 1::2] % 16)
+    return packed.astype(np.uint8).view(np.int8), np.concatenate(scales, axis=-1)
+
+
+def read_int4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the numbers of packed codes."""
+    codes = np.stack([packed.view(np.uint8) % 16, packed.view(np.uint8) // 16], axis=-1)
+    codes = ((codes.reshape(*packed.shape[:-1], -1) + 8) % 16).astype(np.float32) - 8
+    return codes * np.repeat(scales.astype(np.float32), 32, axis=-1)[..., : codes.shape[-1]]
+
+
+def rotate_heads(x: Any) -> np.ndarray:
+    """Multiply heads by a matrix of Sylvester, and return float32."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < np.shape(x)[-1]:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.asarray(x @ matrix / np.sqrt(len(matrix)), np.float32)
+
+
+def round_to_storage(x: Any, dtype: str, *, rotate: bool = False) -> np.ndarray:
+    """Return the numbers that a cache of a dtype stores for keys or values."""
+    if rotate:
+        return rotate_heads(round_to_storage(rotate_heads(x), dtype))
+    if dtype == "int4":
+        return read_int4(*quantise_to_int4(x))
     codes, scales = quantise(x, dtype)
     return codes.astype(np.float32) * np.repeat(scales, 128, axis=-1)[..., : codes.shape[-1]]
 
@@ -203,6 +241,7 @@ def make_case(
     """Make random queries, keys and values for a random `Visibility`.
 
     value_dim: numbers of a value, or `ValueSlice`.
+    dtype: dtype of keys and values, or a pair of both.
     factor: multiplies the queries.
     """
     rng = np.random.default_rng(seed)
@@ -210,13 +249,15 @@ def make_case(
     streams, cells = looks.position.shape
     q = jnp.asarray(factor * rng.normal(size=(*looks.at.shape, heads, size)), queries)
 
-    def stored(numbers):
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+
+    def stored(numbers, dtype):
         shape = (streams * (LAYERS if stacked else 1), groups, cells, numbers)
         x = jnp.asarray(rng.normal(size=shape), jnp.float32)
         like = storage_of(form_of_dtype(dtype).zeros((1,), dtype))
         x = like.encode(x.astype(like.decoded_dtype))
         return jax.tree.map(lambda y: make_layer_view(y, LAYER, LAYERS), x) if stacked else x
 
-    k = stored(size)
-    v = value_dim if isinstance(value_dim, ValueSlice) else stored(value_dim or size)
+    k = stored(size, dtypes[0])
+    v = value_dim if isinstance(value_dim, ValueSlice) else stored(value_dim or size, dtypes[1])
     return Case(q, k, v, looks)

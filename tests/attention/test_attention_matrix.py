@@ -62,12 +62,16 @@ CASES = {
     "stacked latent": {"stacked": True, "value_dim": ValueSlice(2, 6), "lists": [2, 0]},
     "stacked, bias": {"stacked": True, "bias": "function", "visible_until": True},
     "stacked int8": {"stacked": True, "dtype": "int8"},
+    "int4, two scales": {"dtype": "int4", "size": 40, "cells": LONG, "holes": 0.6},
+    "stacked int4": {"stacked": True, "dtype": "int4"},
+    "float32 and int4": {"dtype": ("float32", "int4"), "cells": LONG, "holes": 0.6},
 }  # fmt: skip
-NO_KERNEL = ("float16 buffers", "float8_e4m3fn, two scales", "float8_e5m2")
+FOUR_BITS = [name for name in CASES if "int4" in name]
+NO_KERNEL = ("float16 buffers", "float8_e4m3fn, two scales", "float8_e5m2", *FOUR_BITS)
 REFUSED = [("xla", "all options"), ("xla", "bias")]
 REFUSED += [("tpu", name) for name in CASES if "bias" in name or name in NO_KERNEL]
 REFUSED += [("gpu", name) for way, name in REFUSED if way == "tpu"]
-ARRAYS_ALONE = {"on masks": ("bias", "int8", "float8", "stacked")}
+ARRAYS_ALONE = {"on masks": ("bias", "int8", "int4", "float8", "stacked")}
 ARRAYS_ALONE |= dict.fromkeys(WEIGH, ("latent",))
 MATRIX = [
     (way, name)

@@ -117,8 +117,8 @@ CHOICES = [
 @pytest.mark.parametrize(("wanted", "heads", "dtype", "devices"), CHOICES)
 def test_heads_per_row_fill_lanes_and_can_be_split(wanted, heads, dtype, devices):
     sizes = [HeadSizes(*layer) for layer in heads]
-    assert choose_heads_per_row(128, sizes, dtype, devices) == wanted
-    assert choose_heads_per_row(1, sizes, dtype, devices) == 1
+    assert choose_heads_per_row(128, sizes, [dtype], devices) == wanted
+    assert choose_heads_per_row(1, sizes, [dtype], devices) == 1
 
 
 def test_default_lanes_depend_on_platform_and_devices():

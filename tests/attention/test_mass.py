@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.kv.layer import MASS_BLOCK
+from jaxkv.kv.attend_lists import MASS_BLOCK
 from jaxkv.kv.layer_kv import HeadSizes, make_layer_kv
 from jaxkv.ops.attention import dispatch
 from jaxkv.ops.attention.softmax import sum_weights
@@ -140,7 +140,7 @@ def test_mass_with_options_matches_formula(look):
     step = start_step(make_edited(SMALL))
     look = {n: x if n == "causal" else step.positions - x for n, x in look.items()}
     q, k, v = draw_qkv(step)
-    sinks = np.linspace(-1, 1, 2 * HEADS).astype(np.float32)
+    sinks = jnp.linspace(-1, 1, 2 * HEADS)
     given = dict(scale=0.7, softcap=2.0, sinks=sinks)
     step, _, mass = jaxkv.attend(step, 0, q, k, v, **given, **look, bias=falls, return_mass=True)
     options = PLAIN if not given else replace(PLAIN, **given)
@@ -215,7 +215,7 @@ def test_mass_on_mesh_matches_one_device(kind, sequences):
     def run(cache):
         step = start_step(cache, every)
         q, k, v = draw_qkv(step)
-        sinks = np.linspace(-1, 1, 2 * HEADS).astype(np.float32)
+        sinks = jnp.linspace(-1, 1, 2 * HEADS)
         return jaxkv.attend(step, 0, q, k, v, sinks=sinks, return_mass=True)[1:]
 
     wanted = run(plain)

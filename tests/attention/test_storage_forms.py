@@ -20,14 +20,22 @@ from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.kv.make import _make_arrays
 from jaxkv.ops.storage import forms
 from jaxkv.ops.storage.forms import storage_of
+from jaxkv.ops.storage.hadamard import rotate_by_hadamard
 from jaxkv.ops.storage.head_rows import split_rows_of_cells
+from jaxkv.ops.storage.int4 import Int4
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.ops.storage.storage import Storage
 from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import file_bytes
-from tests.attention.formula import MOST, quantise, round_to_storage
+from tests.attention.formula import (
+    quantise,
+    quantise_to_int4,
+    read_int4,
+    rotate_heads,
+    round_to_storage,
+)
 from tests.generation.tiny import load_tiny
 from tests.helpers.caches import apply_update, attention_cache
 from tests.helpers.meshes import mesh_of, place_on_mesh
@@ -45,6 +53,10 @@ FORMS = {
     "stacked latent": {"stacked": True, "value_dim": PART},
     "rows": {"lanes": 20},  # two heads, and zeros
     "stacked rows": {"stacked": True, "lanes": 16},
+    "int4": {"dtype": "int4"},
+    "rotated int8": {"dtype": "int8", "rotate": True},
+    "stacked pair": {"stacked": True, "dtype": ("int8", "int4"), "rotate": True},
+    "padded int4": {"dtype": "int4", "lanes": 66},  # with two more scales
     "padded int8": {"dtype": "int8", "lanes": 130},  # with a second scale, always 0
     "padded latent": {"value_dim": PART, "lanes": 12},
 }
@@ -90,6 +102,7 @@ def read_numbers(cache):
             continue
         layers = [jnp.asarray(np.asarray(storage_of(x).decode(), np.float32)) for x in half]
         layers = [split_rows_of_cells(x, cache.buffers.heads_per_row, SIZE) for x in layers]
+        layers = [rotate_heads(x) for x in layers] if cache.buffers.rotated else layers
         layers = [x.reshape(-1, cache.buffers.layers_per_array, *x.shape[1:]) for x in layers]
         halves.append(np.concatenate([x.swapaxes(0, 1) for x in layers]))
     return halves
@@ -102,7 +115,14 @@ def make_plain(cache):
     table = replace(table.with_sharding_rules(None), incomplete=None)
     table = jax.tree.map(np.asarray, table)
     sizes = tuple(of._replace(values=of.value_dim) for of in buffers.head_sizes)
-    return merge(table, replace(buffers, k=k, v=v, head_sizes=sizes, stacked=False))
+    plain = replace(buffers, k=k, v=v, head_sizes=sizes, stacked=False, rotated=False)
+    return merge(table, plain)
+
+
+def dtypes_of(form):
+    """Names of the dtypes of keys and values."""
+    dtype = form["dtype"]
+    return dtype if isinstance(dtype, tuple) else (dtype, dtype)
 
 
 def arrays_for(ubatch, form, seed=0):
@@ -112,12 +132,13 @@ def arrays_for(ubatch, form, seed=0):
     q, k, v = (rng.normal(size=(*shape, h, SIZE)).astype(np.float32) for h in heads)
     if "value_dim" in form:
         return q, (k, None), (k, k[..., PART])
-    dtype = form.get("dtype")
-    return (
-        q,
-        (k, v),
-        (round_to_storage(k, dtype), round_to_storage(v, dtype)) if dtype in MOST else (k, v),
+    if form.get("dtype") in (None, "bfloat16", "float16"):
+        return q, (k, v), (k, v)
+    dtypes, rotate = dtypes_of(form), form.get("rotate", False)
+    stored = (
+        round_to_storage(x, dtype, rotate=rotate) for x, dtype in zip((k, v), dtypes, strict=True)
     )
+    return q, (k, v), tuple(stored)
 
 
 def assert_alike(cache, plain, atol=2e-6):
@@ -148,7 +169,7 @@ def attend_and_compare(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
     return cache
 
 
-ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
+ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7, "int4": 0.6}
 """Error bounds for keys of up to 4 after a rotation, see `jaxkv.ops.storage.rotation`."""
 
 EDITS = [
@@ -168,6 +189,9 @@ LIVES = [
     ("latent", "window", AUTO, {}),
     ("stacked int8", "tiled", AUTO, {}),
     ("stacked int8", "striped", AUTO, {"data": 2, "tensor": 2, "cells": 2}),
+    ("stacked pair", "striped", AUTO, {"data": 2, "tensor": 2, "cells": 2}),
+    ("rotated int8", "groups", EXPLICIT, {"data": 2, "tensor": 2}),
+    ("int4", "tiled", AUTO, {}),
     ("float8", "groups", AUTO, {}),
     ("stacked latent", "window", AUTO, {}),
     ("int8", "groups", EXPLICIT, {"data": 2, "tensor": 2}),
@@ -179,7 +203,7 @@ LIVES = [
 
 
 @pytest.mark.parametrize(
-    "form, sizes, mode, axes", mark_cases(LIVES, core=[LIVES[0], LIVES[-2]]), ids=str
+    "form, sizes, mode, axes", mark_cases(LIVES, core=[LIVES[0], LIVES[4], LIVES[-2]]), ids=str
 )
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
     cache, form = make_form(**FORMS[form], **SIZES[sizes]), FORMS[form]
@@ -195,7 +219,8 @@ def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
         for verb in EDITS:
             plain = verb(make_plain(cache))
             cache = verb(cache)
-            bound = ROUNDED.get(form.get("dtype"), 2e-6) if verb is apply_update else 2e-6
+            rounded = ROUNDED[dtypes_of(form)[0]] if "dtype" in form else 2e-6
+            bound = rounded if verb is apply_update else 2e-6
             assert_alike(cache, plain, bound)
         attend_and_compare(cache, form)
 
@@ -209,8 +234,10 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     )
     data, plain = snapshot.save(cache), snapshot.save(make_plain(cache))
     if "dtype" in form:
-        found = snapshot.inspect(data).arrays["buffers.k.0.codes"]
-        assert found == (form["dtype"], (7, HEADS, SIZE))
+        arrays, (dtype, _) = snapshot.inspect(data).arrays, dtypes_of(form)
+        codes = ("packed", ("int8", (7, HEADS, SIZE // 2)))
+        codes = codes if dtype == "int4" else ("codes", (dtype, (7, HEADS, SIZE)))
+        assert arrays[f"buffers.k.0.{codes[0]}"] == codes[1]
     loaded = snapshot.load(data)
     assert not loaded.buffers.stacked and loaded.buffers.k[0].shape[1:] == (HEADS, 24, SIZE)
     assert_alike(loaded, make_plain(cache))
@@ -221,8 +248,11 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
         assert_alike(loaded, plain)
     attend_and_compare(loaded, form)
     wrong = [{"value_dim": 4}, {"value_dim": slice(4, 7)}] if latent else [{"dtype": "bfloat16"}]
+    if "dtype" in form:
+        wrong.append({"dtype": form["dtype"], "rotate": "rotate" not in form})
     for options in wrong:
-        with pytest.raises(ValueError, match="value_dim|values in keys|the dtype of this one"):
+        why = "value_dim|values in keys|the dtype of this one|the rotate of this one"
+        with pytest.raises(ValueError, match=why):
             snapshot.load(data, into=make_form(**options, cells=20))
 
 
@@ -293,8 +323,9 @@ def test_snapshot_codes_without_scales_raises():
 
 
 @core
-def test_vmap_over_caches_of_a_storage_form_matches_each():
-    form, inputs = FORMS["stacked int8"], []
+@pytest.mark.parametrize("name", ["stacked int8", "stacked pair"])
+def test_vmap_over_caches_of_a_storage_form_matches_each(name):
+    form, inputs = FORMS[name], []
     for sequences in ((1, 2), (0, 3)):
         cache = attend_and_compare(make_form(**form, streams=2), form, sequences=sequences)
         (ubatch,) = plan_ubatches(cache, [[1], [2]], [3, 1])
@@ -309,7 +340,7 @@ def test_vmap_over_caches_of_a_storage_form_matches_each():
 
 
 @core
-@pytest.mark.parametrize("name", ["int8", "latent", "stacked", "rows"])
+@pytest.mark.parametrize("name", ["int8", "stacked pair", "latent", "stacked", "rows"])
 def test_attend_derivatives_of_storage_form_match_plain_cache(name):
     """Quantised keys and values have no derivative; those of queries use the stored numbers."""
     form = FORMS[name]
@@ -324,7 +355,7 @@ def test_attend_derivatives_of_storage_form_match_plain_cache(name):
     derive = jax.grad(loss, (2, 3))
     found = derive(cache, given[1], q, given[0])
     wanted = derive(make_plain(cache), PART if name == "latent" else same[1], q, same[0])
-    if name == "int8":
+    if "dtype" in form:
         assert not found[1].any()
         found, wanted = found[:1], wanted[:1]
     for one, other in zip(found, wanted, strict=True):
@@ -339,6 +370,8 @@ BROKEN = [
     (FORMS["latent"], "k", np.inf, 0),
     (FORMS["latent"], "k", np.inf, 6),
     (FORMS["stacked int8"], "v", -np.inf, 0),
+    (FORMS["int4"], "k", np.inf, 0),
+    (FORMS["rotated int8"], "v", np.inf, 0),
 ]
 
 
@@ -356,10 +389,13 @@ def test_attend_nonfinite_element_is_nan_in_key_and_zero_in_value(form, half, ba
 
     place, other = (0, 0, 1, 4), read_numbers(clean)
     keys, values = read_numbers(broken)
-    whole = latent or "int8" in form.values()
+    whole = latent or form.get("dtype") in ("int8", "int4")
     nan = [i < PART.start if latent else whole or i == where for i in range(SIZE)]
     assert np.isnan(keys[place]).tolist() == nan
-    lost = [latent or (half == "v" and i == where) for i in range(len(values[place]))]
+    lost = [
+        latent or (half == "v" and ("rotate" in form or i == where)) or number == 0
+        for i, number in enumerate(other[1][place])
+    ]
     assert (values[place] == 0).tolist() == lost
     keys[place], values[place] = (x[place] for x in other)
     jax.tree.map(np.testing.assert_array_equal, [keys, values], other)
@@ -396,10 +432,73 @@ def test_encoded_matches_numpy(size, dtype):
     assert (error <= limit * (0.5 / 127 if dtype == "int8" else 1 / 16) * 1.001 + 1e-38).all()
 
 
+@pytest.mark.parametrize("size", [64, 70])
+def test_int4_matches_numpy(size):
+    """Includes zeros, the largest and smallest numbers, and non-finite ones."""
+    rng = np.random.default_rng(size)
+    x = rng.normal(size=(2, 50, size)).astype(np.float32)
+    x *= np.float32(10.0) ** rng.integers(-30, 30, (2, 50, 1))
+    x[0, 0], x[0, 1], x[1, 3] = 0, 3e38, -1e-45
+    x[0, 2, 0], x[0, 3], x[0, 4, 1] = np.nan, np.nan, -np.inf
+    found = jax.jit(Int4.zeros((1,), "int4").encode)(jnp.asarray(x))
+    packed, scales = quantise_to_int4(x)
+    np.testing.assert_array_equal(found.packed, packed)
+    bits = np.asarray(found.scales).view(jnp.bfloat16)
+    np.testing.assert_array_equal(bits.astype(np.float32), scales.astype(np.float32))
+    read, finite = np.asarray(found.decode()), np.isfinite(x).all(-1)
+    np.testing.assert_array_equal(read, read_int4(packed, scales))
+    assert np.isnan(read[0, 2:5]).all()
+    finite[0, 1] = False  # larger than the largest stored number
+    assert np.isfinite(read[0, 1]).all()
+    # A number of the other sign than the largest number has codes up to 7 in place of 8.
+    error, limit = np.abs(read - x)[finite], np.abs(x).max(-1, keepdims=True)[finite]
+    assert (error <= limit / 8 * 1.04 + 1e-38).all()
+    assert np.median(error / np.maximum(limit, 1e-38)) < 1 / 32
+
+
+def test_rotation_of_heads_matches_matrix_and_keeps_products():
+    x = np.random.default_rng(0).normal(size=(2, 5, 64)).astype(np.float32)
+    found = rotate_by_hadamard(jnp.asarray(x))
+    np.testing.assert_allclose(found, rotate_heads(x), atol=5e-6)
+    np.testing.assert_allclose(rotate_by_hadamard(found), x, atol=5e-6)
+    np.testing.assert_allclose(found[0] @ found[1].T, x[0] @ x[1].T, atol=2e-5)
+    half = rotate_by_hadamard(jnp.asarray(x, jnp.bfloat16))
+    np.testing.assert_allclose(np.asarray(half, np.float32), rotate_heads(x), atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_rotation_reduces_error_of_heads_with_an_outlier(dtype):
+    x = np.random.default_rng(0).normal(size=(500, 64)).astype(np.float32)
+    x[:, 5] *= 20
+    plain, rotated = (
+        np.linalg.norm(round_to_storage(x, dtype, rotate=on) - x) for on in (False, True)
+    )
+    assert rotated < 0.6 * plain
+
+
+FORM_PAIRS = [("int4", "rotated int8"), ("rotated int8", "padded int4"), ("int8", "rotated int8")]
+FORM_PAIRS += [("stacked pair", "int4"), ("int4", "padded int4"), ("rotated int8", "int8")]
+
+
+@pytest.mark.parametrize(("source", "target"), mark_cases(FORM_PAIRS, fast=FORM_PAIRS[:2]))
+def test_insert_between_storage_forms_rounds_stored_numbers(source, target):
+    form = FORMS[target]
+    other = attend_and_compare(make_form(**FORMS[source]), FORMS[source])
+    cache = jaxkv.insert(make_form(**form, cells=6), other, 2, 1).check()
+    cells = np.flatnonzero(np.asarray(other.table.owners)[0, 0] & 4)
+    dtypes, rotate = dtypes_of(form), form.get("rotate", False)
+    for numbers, found, dtype in zip(read_numbers(other), read_numbers(cache), dtypes, strict=True):
+        wanted = numbers[:, :, :, cells]
+        if dtypes_of(FORMS[source]) != dtypes or rotate != FORMS[source].get("rotate", False):
+            wanted = round_to_storage(wanted, dtype, rotate=rotate)
+        np.testing.assert_allclose(found[:, :, :, : len(cells)], wanted, atol=2e-6)
+
+
 def test_nbytes_of_storage_forms():
     int8, latent = make_form(dtype="int8"), make_form(value_dim=PART)
     assert "int8, " in repr(int8) and "float32" not in repr(int8)
     assert int8.buffers.nbytes == 2 * 2 * HEADS * 24 * (SIZE + 4)
+    assert make_form(dtype="int4").buffers.nbytes == 2 * 2 * HEADS * 24 * (SIZE // 2 + 2)
     assert latent.buffers.nbytes == 2 * HEADS * 24 * SIZE * 4  # keys alone
 
 

@@ -330,5 +330,5 @@ def test_parts_of_an_extracted_cache_have_their_own_numbers_of_cells():
     small = jaxkv.extract(cache, 0, cells=(6, 3)).check()
     assert [part.table.num_cells for part in small.parts] == [6, 3]
     assert jaxkv.extract(cache, 0, cells=(6, 2)).reason == jaxkv.Reason.OUT_OF_CELLS
-    with pytest.raises(ValueError, match=r"expected a number of cells for each of 2 parts, got \(6"):
+    with pytest.raises(ValueError, match="expected a number of cells for each of 2 parts"):
         jaxkv.extract(cache, 0, cells=(6,))

@@ -36,7 +36,7 @@ NESTED = CacheSpec.hybrid((CacheSpec.hybrid((WINDOW, (0, 2)), (RECURRENT, (1, 3)
 
 APART = dict(
     cells=(16, None, 8, None),
-    dtype=("int8", "float16", "bfloat16", None),
+    dtype=("int8", ("float16", "int4"), "bfloat16", None),
     ubatch_size=(1, 4, 1, 1),
     max_rollback=(0, 2, 0, 3),
     placement=("striped:4", "tiled", "any", "any"),
@@ -56,7 +56,9 @@ def states(count):
 
 UNLIKE = [f"float32[2,{sizes}]" for sizes in ("2,16,8", "4,16,4", "2,16,4", "4,16,6")]
 OF_INT8 = ["int8[2,2,16,8]", "float32[2,2,16,1]"] * 4
+OF_INT4 = ["int8[2,2,16,4]", "int16[2,2,16,1]"] * 4
 STACKED_INT8 = ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2
+FLOAT16_INT4 = ["float16[2,2,64,8]"] * 2 + ["int8[2,2,64,4]", "int16[2,2,64,1]"] * 2
 STACKED = dict(stacked=True, dtype=jnp.bfloat16)
 STRIPED = dict(placement="striped:4")
 BY_SIZES = dict(ubatch_size=3, max_rollback=2, placement="striped:4")
@@ -64,6 +66,12 @@ SMALLER = dict(cells=((8, None),), max_rollback=((32, 3),))
 CASES = {  # spec, options, and the expected parts
     "attention": (ATTENTION, dict(cells=16), [cells(16)]),
     "int8": (ATTENTION, dict(cells=16, dtype="int8"), [cells(16, OF_INT8)]),
+    "int4": (ATTENTION, dict(cells=16, dtype="int4"), [cells(16, OF_INT4)]),
+    "int8 and int4": (
+        ATTENTION,
+        dict(cells=16, dtype=("int8", "int4"), rotate=True),
+        [cells(16, [*OF_INT8[:2] * 2, *OF_INT4[:2] * 2])],
+    ),
     "stacked": (ATTENTION, dict(cells=16) | STACKED, [cells(16, ["bfloat16[4,2,16,8]"] * 2)]),
     "tiled": (ATTENTION, dict(cells=16, placement="tiled"), [cells(16, placement="tiled")]),
     "striped": (ATTENTION, dict(cells=16, placement="striped:4"), [cells(16, **STRIPED)]),
@@ -82,7 +90,7 @@ CASES = {  # spec, options, and the expected parts
         APART,
         [
             cells(16, STACKED_INT8, **STRIPED),
-            cells(64, ["float16[2,2,64,8]"] * 4, ubatch_size=4, placement="tiled"),
+            cells(64, FLOAT16_INT4, ubatch_size=4, placement="tiled"),
             cells(8, ["bfloat16[2,2,8,8]"] * 4),
             states(8),
         ],

@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv import Rope
 from jaxkv.ops.storage.forms import storage_of
 from jaxkv.ops.storage.quantised import Quantised
+from tests.attention.formula import rotate_heads
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import mark_cases
 
@@ -18,11 +19,11 @@ MAX_CELLS = [0, 10_000, 131_072, 1_000_000, 2**24 + 1, 2**31 - 1000]
 TOKENS = 8
 
 
-@partial(jax.jit, static_argnames=("rope", "dtype"))
-def attend_from(start, q, k, v, *, rope, dtype="float32"):
+@partial(jax.jit, static_argnames=("rope", "dtype", "rotate"))
+def attend_from(start, q, k, v, *, rope, dtype="float32", rotate=False):
     """A cache of tokens from a start position, and their attention."""
     sizes = dict(layers=1, cells=TOKENS, kv_heads=k.shape[1], head_dim=k.shape[2])
-    cache = attention_cache(**sizes, rope=rope, dtype=dtype)
+    cache = attention_cache(**sizes, rope=rope, dtype=dtype, rotate=rotate)
     positions = start + jnp.arange(TOKENS, dtype=jnp.int32)
     batch = jaxkv.make_batch(np.arange(TOKENS), positions=positions)
     (ubatch,) = jaxkv.init_batch(cache, batch).ubatches
@@ -91,6 +92,20 @@ def test_update_501_times_is_as_exact_as_once(dtype, rope):
         wanted = rope.rotate(k, positions)
         errors[times] = np.linalg.norm(keys_of(rotate_times(cache, -2, times)) - wanted)
     assert 0 < errors[501] < 1.5 * errors[1] and errors[1] < 3.2 * errors[0]
+
+
+@pytest.mark.parametrize(("dtype", "rotate"), [("int8", True), ("int4", False), ("int4", True)])
+def test_update_n_times_adds_n_rounding_errors_without_grid(dtype, rotate):
+    """Independent errors have a norm that grows as the square root of their number."""
+    rope, args = ROPES["halves"], heads(32)
+    cache, _ = attend_from(1010, *args, rope=rope, dtype=dtype, rotate=rotate)
+    errors = {}
+    for times in (0, 1, 17):
+        keys = keys_of(rotate_times(cache, -2, times))
+        keys = rotate_heads(keys) if rotate else keys
+        wanted = rope.rotate(args[1], 1010 - 2 * times + jnp.arange(TOKENS))
+        errors[times] = np.linalg.norm(keys - wanted)
+    assert 1.1 < errors[1] / errors[0] < 1.6 and 3 < errors[17] / errors[0] < 5
 
 
 @pytest.mark.parametrize("size", [8, 128, 160])

@@ -237,3 +237,34 @@ def test_deepseek_layers_for_further_tokens_are_left_out(tmp_path):
     config_at(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
     with pytest.raises(models.ModelError, match=r"unused \(model\.layers\.3\."):
         models.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "falcon_h1"])
+def test_mass_of_a_model_is_that_of_its_layers_in_order(name, monkeypatch):
+    plain, model = models.load(DATA / name), models.load(DATA / name, return_mass=True)
+    cache = model.make_cache(cells=32, sequences=2, streams=2)
+    ubatch = jaxkv.init_batch(cache, make_batch([[1, 2], [4, 5]])).ubatches[0]
+    calls = []
+
+    def attend(step, layer, *args, **options):
+        result = attend_of_jaxkv(step, layer, *args, **options)
+        calls.append((layer, step.sum_by_stream(result[2])))
+        return result
+
+    attend_of_jaxkv = jaxkv.attend
+    wanted = plain.forward(plain.params, jaxkv.apply(cache, ubatch))
+    monkeypatch.setattr(jaxkv, "attend", attend)
+    _, logits, masses = model.forward(model.params, jaxkv.apply(cache, ubatch))
+    np.testing.assert_array_equal(logits, wanted[1])
+    assert [layer for layer, _ in calls] == sorted(layer for layer, _ in calls)
+    assert len(masses) == len(calls) > 1
+    for mass, (_, of_call) in zip(masses, calls, strict=True):
+        np.testing.assert_array_equal(mass, of_call)
+        np.testing.assert_allclose(mass.sum(axis=2), np.full(mass.shape[:2], 2), rtol=1e-5)
+
+
+def test_mass_of_a_model_without_attention_raises():
+    with pytest.raises(
+        models.ModelError, match="expected a model with return_mass, got one without"
+    ):
+        models.load(DATA / "mamba2", return_mass=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +104,12 @@ def test_move_to_host_memory_and_back_keeps_all_bits():
     assert_identical(back, cache)
     assert_same(insert(cache, waiting, 0, 2).cache, insert(cache, cache, 0, 2).cache)
     mesh = mesh_on(jax.devices()[:2], AxisType.Auto, dict(tensor=2))
-    moved = sharding.move(sharding.move(waiting, mesh), jax.devices()[1])
-    assert_same(moved, cache)
-    assert moved.table.sharding_rules is None
-    assert {x.sharding.device_set.pop() for x in jax.tree.leaves(moved)} == {jax.devices()[1]}
+    for kinds in product((None, "pinned_host"), repeat=2):
+        moved = sharding.move(waiting, mesh, memory_kind=kinds[0])
+        moved = sharding.move(moved, jax.devices()[1], memory_kind=kinds[1])
+        assert_same(moved, cache)
+        assert moved.table.sharding_rules is None
+        assert {x.sharding.device_set.pop() for x in jax.tree.leaves(moved)} == {jax.devices()[1]}
 
 
 @pytest.mark.core

@@ -42,9 +42,10 @@ class Drafter(ABC):
 
     num_draft_tokens: n, the maximum number of tokens of a draft, static.
     num_branches: k, the number of branches of a draft, static; 1 by default.
-    features: Features of the last cached token of each sequence, a pytree of arrays `[Z, ...]`. If
-      not None, `update` gets the features of all fed tokens: the third result of the verifying
-      model, a pytree of arrays `[O, ...]` with a row for each row of the logits.
+    features: Features of the last cached token of each sequence, arrays `[Z, ...]`; else None.
+
+    If `features` is not None, `update` gets the features of all fed tokens. They are the third
+    result of the verifying model, a pytree of arrays `[O, ...]` with a row for each row of logits.
     """
 
     num_draft_tokens: int

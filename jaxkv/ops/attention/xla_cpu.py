@@ -109,13 +109,14 @@ def attend_by_tiles(
 ) -> OnlineSoftmax:
     """Attend to the cells of active tiles, see `jaxkv.ops.attention.xla_tiles`."""
     return xla_tiles.attend_by_tiles(
-        q, k, v, visibility, options, choose_add_cells(k), convert_in_loop=k.dtype.itemsize < 4
+        q, k, v, visibility, options, choose_add_cells(k, v), convert_in_loop=k.dtype.itemsize < 4
     )
 
 
-def choose_add_cells(k: Stored) -> AddCells:
-    """Return `xla.add_cells` for encoded keys, otherwise `add_cells` of this module."""
-    return xla.add_cells if storage_of(k).is_encoded else add_cells
+def choose_add_cells(k: Stored, v: Stored) -> AddCells:
+    """Return `xla.add_cells` for encoded keys or values, otherwise `add_cells` of this module."""
+    is_encoded = storage_of(k).is_encoded or storage_of(v).is_encoded
+    return xla.add_cells if is_encoded else add_cells
 
 
 def attend_all_cells(

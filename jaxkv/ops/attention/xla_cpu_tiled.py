@@ -75,7 +75,7 @@ def attend_on_cpu(
             add_private_tiles_one_by_one,
             add_private_tiles_at_once,
         )
-    shared_tiles, add_shared = find_active_tiles(shared_visibility), xla_cpu.choose_add_cells(k)
+    shared_tiles, add_shared = find_active_tiles(shared_visibility), xla_cpu.choose_add_cells(k, v)
     sums = add_tiles_one_by_one(
         packed_q, k, v, shared_tiles, options, add_shared, sums, convert_in_loop=narrow
     )

@@ -20,9 +20,24 @@ def gather(
 ) -> Shaped[Array, "*#n K D"]:
     """Return the keys or values of a layer at `streams` and `slots`; zeros past the last cell."""
     array, streams = locate_streams(array, streams)
-    by_head = slots.ndim  # the axis of heads, in indices and in the result
+    return _gather_by_index(array, _scatter_index(array, streams, slots), slots.ndim)
+
+
+def gather_streams_of_cells(
+    array: CellArray, streams: Int[Array, " n"], cells: Int[Array, "n C"]
+) -> Shaped[Array, "n K C D"]:
+    """Return the keys or values in C cells of each stream; zeros past the last cell."""
+    # On a CPU, a transpose of the result of `gather` would take longer than the reads.
+    array, streams = locate_streams(array, streams)
+    where = jnp.stack(jnp.broadcast_arrays(streams[:, None], cells), axis=-1)[:, None]
+    where = jnp.broadcast_to(where, (len(cells), array.shape[1], *where.shape[2:]))
+    return _gather_by_index(array, where, by_head=1)
+
+
+def _gather_by_index(array: jax.Array, where: jax.Array, by_head: int) -> jax.Array:
+    """Gather heads at stream and cell indices `[..., 2]`; axis `by_head` of `where` is of heads."""
     dimensions = jax.lax.GatherDimensionNumbers(
-        offset_dims=(by_head + 1,),
+        offset_dims=(where.ndim - 1,),
         collapsed_slice_dims=(0, 2),
         start_index_map=(0, 2),
         operand_batching_dims=(1,),
@@ -30,7 +45,7 @@ def gather(
     )
     return jax.lax.gather(
         array,
-        _scatter_index(array, streams, slots),
+        where,
         dimensions,
         slice_sizes=(1, 1, 1, array.shape[3]),
         mode="fill",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.ops.storage.int4 import Int4
 from jaxkv.ops.storage.layer_stack import is_layer_view
 from jaxkv.ops.storage.plain import Plain
 from jaxkv.ops.storage.quantised import Quantised
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-ENCODED_FORMS: tuple[type[Storage], ...] = (Quantised,)
+ENCODED_FORMS: tuple[type[Storage], ...] = (Quantised, Int4)
 """All forms but `Plain`. No two forms have fields of the same names."""
 
-ENCODED_DTYPES = ("int8", "float8_e4m3fn")
+ENCODED_DTYPES = ("int8", "float8_e4m3fn", "int4")
 """Dtypes of encoded keys and values that messages and the command line name."""
 
 
@@ -34,11 +35,11 @@ def storage_of(x: Stored) -> Storage:
 def form_of_dtype(dtype: jax.typing.DTypeLike) -> type[Storage]:
     """Return the form of keys and values for the option `dtype` of a cache.
 
-    >>> form_of_dtype("int8").__name__, form_of_dtype("bfloat16").__name__
-    ('Quantised', 'Plain')
+    >>> [form_of_dtype(dtype).__name__ for dtype in ("int8", "int4", "bfloat16")]
+    ['Quantised', 'Int4', 'Plain']
     >>> form_of_dtype("int32")
     Traceback (most recent call last):
-    ValueError: expected a floating dtype with signs and NaN or int8 for keys and values, got ...
+    ValueError: expected a floating dtype with signs and NaN, int8 or int4 for keys and values, ...
     """
     try:
         known = jnp.dtype(dtype)
@@ -46,10 +47,12 @@ def form_of_dtype(dtype: jax.typing.DTypeLike) -> type[Storage]:
         raise TypeError(
             f"expected a dtype for keys and values, got {dtype!r}; pass one, as jnp.bfloat16"
         ) from None
+    if known == jnp.int4:
+        return Int4
     if known != jnp.int8 and not _has_signs_and_nan(known):
         raise ValueError(
-            f"expected a floating dtype with signs and NaN or int8 for keys and values, got "
-            f"{known}; for 8 bits pass {' or '.join(ENCODED_DTYPES)}"
+            f"expected a floating dtype with signs and NaN, int8 or int4 for keys and values, got "
+            f"{known}; for few bits pass {', '.join(ENCODED_DTYPES[:-1])} or {ENCODED_DTYPES[-1]}"
         )
     return Quantised if known.itemsize == 1 else Plain
 

