@@ -1,11 +1,12 @@
 # %% [markdown]
 # # Keys and values in fewer bytes
 #
-# For readers whose KV cache needs too much memory. How many bytes per token do 8-bit keys and
-# values take, and how much do they raise the perplexity of a real text?
+# For readers whose KV cache needs too much memory. How many bytes per token do keys and values of
+# 8 and 4 bits take, and how much do they raise the perplexity of a real text?
 
 # %%
 import json
+import time
 from pathlib import Path
 
 import jax
@@ -23,38 +24,53 @@ model = models.load()  # SmolLM2, 135 million parameters in 30 layers, from the 
 # ## How many bytes does a token take?
 #
 # The text is that of the repository's tests: a licence, of which 1,024 tokens are predicted here.
-# It is computed 256 tokens at once in four caches, which differ only in the dtype of keys and
-# values. Parameters and activations are float32.
+# It is computed 256 tokens at once in caches that differ only in the form of keys and values.
+# Parameters and activations are float32. With `rotate=True`, heads are multiplied by a Hadamard
+# matrix before they are rounded.
 
 # %%
 recorded = Path(models.__file__).parent.parent / "tests" / "data" / "golden" / "models.json"
 tokens = np.array(json.loads(recorded.read_text())["smollm2_nll"]["tokens"][:1025])
-DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+FORMS = {
+    **{
+        dtype: {"dtype": dtype}
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
+    },
+    "int8, rotated": {"dtype": "int8", "rotate": True},
+    "int8 and int4, rotated": {"dtype": ("int8", "int4"), "rotate": True},  # keys, values
+    "int4, rotated": {"dtype": "int4", "rotate": True},
+}
 
 
-def read(dtype):
-    """Return the cache, and the negative log-likelihood of each next token."""
-    cache, losses = model.make_cache(cells=1024, dtype=dtype), []
+def read(form):
+    """Return the cache, the negative log-likelihood of each next token, and seconds."""
+    cache, losses = model.make_cache(cells=1024, **FORMS[form]), []
     for start in range(0, 1024, 256):
+        if start == 512:  # all programs are compiled
+            began = time.perf_counter()
         part, following = tokens[start : start + 256], tokens[start + 1 : start + 257]
         batch = jaxkv.make_batch(part, outputs=np.ones(256, bool))
         cache, logits, *_ = jaxkv.prefill(
             model.forward, model.params, cache, batch, ubatch_size=256, donate=True
         )
-        losses.append(-jax.nn.log_softmax(logits)[np.arange(256), following])
-    return cache, np.concatenate(losses)
+        losses.append(np.asarray(-jax.nn.log_softmax(logits)[np.arange(256), following]))
+    return cache, np.concatenate(losses), time.perf_counter() - began
 
 
-caches, losses = {}, {}
-for dtype in DTYPES:
-    caches[dtype], losses[dtype] = read(dtype)
-    size = caches[dtype].buffers.nbytes
-    print(f"{dtype:14} {size // 1024:7,} bytes a token, {size / 2**20:5.2f} MiB")
+caches, losses, seconds = {}, {}, {}
+for form in FORMS:
+    caches[form], losses[form], seconds[form] = read(form)
+    size = caches[form].buffers.nbytes
+    print(
+        f"{form:23} {size // 1024:7,} bytes a token, {size / 2**20:5.2f} MiB, "
+        f"{seconds[form] / seconds['float32']:4.2f} of the time"
+    )
 
 # %% [markdown]
 # A token has 30 layers of 3 heads, with a key and a value of 64 numbers each. These are 11,520
 # numbers, of 4 bytes each in float32. In 8 bits, each number is a code of one byte, and each key
-# and each value of a head has a float32 scale: 68 bytes instead of 256.
+# and each value of a head has a float32 scale: 68 bytes instead of 256. In 4 bits, two codes share
+# a byte, and each 32 numbers have a scale of 2 bytes: 36 bytes.
 
 # %%
 keys = caches["int8"].buffers.k[0]
@@ -68,29 +84,36 @@ print("scales", keys.scales.shape, keys.scales.dtype)
 # among n tokens.
 
 # %%
-perplexity = {dtype: np.exp(losses[dtype].mean()) for dtype in DTYPES}
-lost = {dtype: perplexity[dtype] / perplexity["float32"] - 1 for dtype in DTYPES}
+perplexity = {form: np.exp(losses[form].mean()) for form in FORMS}
+lost = {form: perplexity[form] / perplexity["float32"] - 1 for form in FORMS}
 
 fig, ax = plt.subplots(figsize=(6.4, 3), layout="constrained")
-for dtype in DTYPES:
-    at = caches[dtype].buffers.nbytes / 1024, perplexity[dtype]
-    colour = ORANGE if dtype in ("int8", "float8_e4m3fn") else BLUE
-    ax.plot(*at, "o", color=colour)
-    right = dtype == "float32"
-    note = f"{dtype}: {perplexity[dtype]:.2f}" + ("" if right else f" ({lost[dtype]:+.1%})")
-    place = {"textcoords": "offset points", "ha": "right" if right else "left"}
-    ax.annotate(note, at, (-8, 6) if right else (8, -3), **place)
-ax.axhline(perplexity["float32"], color=GREY, linewidth=0.8, zorder=0)
-ax.set(xlabel="bytes a token", ylabel="perplexity", xlim=(0, None))
-ax.margins(y=0.2)
-ax.spines[["top", "right"]].set_visible(False)
+for i, form in enumerate(sorted(FORMS, key=perplexity.get, reverse=True)):
+    rotated = "rotated" in form
+    ax.barh(i, 100 * lost[form], color=ORANGE if rotated else BLUE)
+    size = caches[form].buffers.nbytes // 1024
+    ax.annotate(
+        f" {lost[form]:+.1%}, {size:,} bytes",
+        (max(100 * lost[form], 0), i),
+        va="center",
+        fontsize=8,
+    )
+    ax.annotate(f"{form} ", (0, i), (-14, 0), textcoords="offset points", ha="right", va="center")
+ax.set(
+    xlabel="increase of the perplexity, %", yticks=[], xlim=(-0.5, 1.3 * 100 * max(lost.values()))
+)
+ax.spines[["top", "right", "left"]].set_visible(False)
 
 assert abs(lost["bfloat16"]) < 0.003 and lost["int8"] < 0.006 < lost["float8_e4m3fn"] < 0.03
+assert lost["int8, rotated"] < 0.0015 and lost["int8 and int4, rotated"] < lost["int4, rotated"]
 
 # %% [markdown]
 # - bfloat16 halves the bytes; its difference is not distinguishable from noise, and may be
 #   negative.
-# - int8 takes about a quarter of the bytes and costs a few tenths of a percent.
+# - int8 takes about a quarter of the bytes and costs a few tenths of a percent; rotated, nothing
+#   that this text can show.
+# - int4 takes a seventh of the bytes. Keys lose most of the perplexity, so keys in 8 bits and
+#   values in 4 bits, rotated, are the better choice: a fifth of the bytes, for less than a percent.
 # - float8 takes the same bytes as int8 and costs several times as much. Of its 8 bits, four are the
 #   exponent, which the scale of each head makes redundant, and three are the mantissa. int8 has
 #   seven bits for the number.
@@ -172,6 +195,23 @@ for name, one in errors.items():
 # %% [markdown]
 # All heads are near this line, and keys have higher peaks.
 #
+# A Hadamard matrix spreads each number over all numbers of the head: products of queries and keys
+# do not change, but peaks are lower. With `rotate=True`, the matrix is applied to keys, values and
+# queries, and to the output of attention.
+
+# %%
+hadamard = np.array([[1.0]])
+while len(hadamard) < 64:
+    hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]]) / np.sqrt(2)
+for name, layers in (("keys", plain.k), ("values", plain.v)):
+    for kind, matrix in (("as they are", np.eye(64)), ("rotated", hadamard)):
+        heads = [np.asarray(layer[0]) @ matrix for layer in layers]
+        peak = np.mean(
+            [np.max(np.abs(x), axis=-1) / np.sqrt(np.mean(x**2, axis=-1)) for x in heads]
+        )
+        print(f"{name:6} {kind:12} peak {peak:.2f}")
+
+# %% [markdown]
 # A head of more than 128 numbers therefore has a scale for each 128 of them. A peak then affects
 # only its own 128 numbers.
 #
@@ -239,17 +279,17 @@ for name, before, after in zip(
 
 # %%
 room = caches["float32"].nbytes
-for dtype in DTYPES:
-    print(f"{dtype:14} {room * 1024 // caches[dtype].nbytes:5,}")
+for form in FORMS:
+    print(f"{form:23} {room * 1024 // caches[form].nbytes:6,}")
 
 # %% [markdown]
-# 8 bits store 3,850 tokens in the memory of 1,024, bfloat16 stores 2,047.
+# 8 bits store 3,850 tokens in the memory of 1,024, and 4 bits about 7,000.
 #
 # ## Try next
 #
 # - Chat with a model that has an 8-bit cache: `python -m models chat --cache-dtype int8`. Show the
 #   memory for a larger model: `python -m models plan --cache-dtype int8`.
-# - Continue the text from each of the four caches with `jaxkv.decode`. At which token do the texts
+# - Continue the text from each of the caches with `jaxkv.decode`. At which token do the texts
 #   differ?
 # - Try a model with larger heads: those of Gemma 3 have 256 numbers, so two scales for a key and
 #   two for a value.
