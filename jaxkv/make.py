@@ -130,7 +130,7 @@ def make_cache(
       ((1, 3, 512, 64), 1583140)
       >>> cache = make_cache(spec, cells=512, sequences=8, dtype=("int8", "int4"), rotate=True)
       >>> cache.buffers.k[0].codes.dtype, cache.buffers.v[0].packed.shape, cache.nbytes
-      (dtype('int8'), (1, 3, 512, 32), 333860)
+      (dtype('int8'), (1, 3, 512, 32), 329764)
 
     llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa` and
     `llama_memory_hybrid`, with the parameters `n_ctx`, `n_seq_max`, `kv_unified` (one stream),
