@@ -49,7 +49,7 @@ def insert(cache: Cache, source: Cache, src: Ids, dst: Ids, *, donate: bool = Fa
     is unchanged:
 
     - OUT_OF_CELLS: a stream has too few cells. The cells of replaced sequences, and cells that a
-      window makes evictable, count as free.
+      window makes evictable, count as free. Evictable cells of the source are copied too.
     - LAYER_NOT_WRITTEN: a layer of a stacked source lacks tokens, and `cache` is not stacked.
 
     Args:
