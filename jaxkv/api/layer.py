@@ -76,7 +76,7 @@ def attend(
       visible_until: the highest position that each token attends to; by default the position of the
         token. A window is measured from the position of the token. The output of a token is NaN if
         the token would attend to positions after the last token of its sequence in the ubatch.
-      select: `[P, T, n]`: for each token of each list (see `read_kv`), the indices of n cells in the
+      select: `[P, T, n]`: for each token of each list (see `read_kv`), indices of n cells in the
         stream of the list. The token attends only to those of its visible cells that are selected,
         and only selected cells are read. Indices outside of `[0, N)` select no cell, and repeated
         indices count once.

@@ -351,8 +351,7 @@ def _attend_layer(
     ) -> tuple[LayerKV | None, jax.Array, jax.Array | None]:
         readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
         visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
-        if shared_axes and (options.keep_weights or select is not None):
-            # Each row is a list, on all devices.
+        if shared_axes and options.keep_weights:  # each row is a list, on all devices
             visibility = split_visibility(visibility, len(q) // len(visibility.at))
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])

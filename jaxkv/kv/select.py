@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
-from jaxkv.core.constants import EMPTY
 from jaxkv.kv.layer_kv import LayerKV
 from jaxkv.ops.attention.active_tiles import split_visibility
 from jaxkv.ops.attention.visibility import Visibility
@@ -34,10 +33,10 @@ def max_tokens_at_once(layer_kv: LayerKV, select: Int32[Array, "P T n"]) -> int:
 
 
 def hide_repeated(select: Int32[Array, "P T n"]) -> Int32[Array, "Pt n"]:
-    """Sort the cells of each token, and move negative and repeated cells past the last cell."""
+    """Sort the cells of each token, and move repeated cells past the last cell."""
     cells = jnp.sort(select.reshape(-1, select.shape[2]), axis=1)
     is_repeated = jnp.pad(cells[:, 1:] == cells[:, :-1], [(0, 0), (1, 0)])
-    return jnp.where(is_repeated | (cells < 0), out_of_range_slots(cells), cells)
+    return jnp.where(is_repeated, out_of_range_slots(cells), cells)
 
 
 def select_cells(
@@ -45,7 +44,7 @@ def select_cells(
 ) -> tuple[LayerKV, Visibility]:
     """Return a layer and a visibility with a stream for each token, of the cells of the token.
 
-    Cells past the last cell are hidden. The other cells of a token must be distinct.
+    Cells that do not exist are hidden. The other cells of a token must be distinct.
     """
     visibility = split_visibility(visibility, visibility.at.shape[1])
     streams, bias = visibility.streams[:, None], visibility.bias
@@ -57,16 +56,16 @@ def select_cells(
         return gather_streams_of_cells(x, streams[:, 0], cells)
 
     keys, values = map_arrays(gather_cells, (layer_kv.keys, layer_kv.values))
+    # A cell that does not exist has no owner.
     return replace(layer_kv, keys=keys, values=values), replace(
         visibility,
-        position=visibility.position.at[streams, cells].get(**FILL, fill_value=EMPTY),
+        position=visibility.position.at[streams, cells].get(mode="clip"),
         owners=visibility.owners.at[streams[..., None], word, cells[:, None]].get(
             **FILL, fill_value=0
         ),
         streams=jnp.arange(len(cells), dtype=jnp.int32),
         all_streams=True,
         bias=bias,
-        tile=None,
     )
 
 

@@ -10,14 +10,11 @@ import pytest
 
 import jaxkv
 from jaxkv.kv.attend_lists import MASS_BLOCK
-from jaxkv.kv.layer_kv import HeadSizes, make_layer_kv
-from jaxkv.ops.attention import dispatch
-from jaxkv.ops.attention.softmax import sum_weights
 from jaxkv.ops.attention.visibility import compute_mask
-from jaxkv.ops.storage.latent import ValueSlice
 from tests.attention.formula import PLAIN, make_case, softmax_weights
 from tests.attention.lives import draw_qkv, make_edited, start_step
 from tests.attention.test_attention_matrix import ALL, CASES, OPTIONS
+from tests.attention.ways import attend_with_mass
 from tests.helpers import caches, hlo
 from tests.helpers.caches import HEADS, LATENT, SMALL, STACKED, attention_cache
 from tests.helpers.meshes import KINDS, mesh_of
@@ -26,20 +23,6 @@ from tests.helpers.pods import place_on_mesh
 
 core = pytest.mark.core
 KEEP = {"atol": 3e-6, "rtol": 3e-6}
-
-
-@partial(jax.jit, static_argnames="way")
-def attend_with_mass(way, q, k, v, visibility, options=PLAIN):
-    """The output and the mass of an implementation, or of the one for other platforms."""
-    options = replace(options, keep_weights=True)
-    if way == "elsewhere":
-        part = dispatch.attend_by_shapes(q, k, v, visibility, options)
-    else:
-        values = v if isinstance(v, ValueSlice) else v.shape[3]
-        layer_kv = make_layer_kv(k, v, HeadSizes(k.shape[1], k.shape[3], values))
-        part = layer_kv.attend(q, visibility, options, None if way == "default" else way)
-    out = dispatch.finalize(part, q, options)
-    return out, sum_weights(part, part, options, q.shape[1])
 
 
 PATHS = [

@@ -1,5 +1,6 @@
 """The implementations of attention, as functions of the same arrays."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 from jaxkv.kv.layer_kv import HeadSizes, make_layer_kv
 from jaxkv.ops.attention import attention, dispatch, pallas_gpu
-from jaxkv.ops.attention.softmax import reset_where_bias_hides_all
+from jaxkv.ops.attention.softmax import reset_where_bias_hides_all, sum_weights
 from jaxkv.ops.attention.visibility import compute_mask
 from jaxkv.ops.storage.latent import ValueSlice
 from tests.attention.formula import PLAIN
@@ -40,6 +41,20 @@ def finalize_sums(weigh):
         return dispatch.finalize(sums, q, options)
 
     return attend
+
+
+@partial(jax.jit, static_argnames="way")
+def attend_with_mass(way, q, k, v, visibility, options=PLAIN):
+    """The output and the mass of an implementation, or of the one for other platforms."""
+    options = replace(options, keep_weights=True)
+    if way == "elsewhere":
+        part = dispatch.attend_by_shapes(q, k, v, visibility, options)
+    else:
+        values = v if isinstance(v, ValueSlice) else v.shape[3]
+        layer_kv = make_layer_kv(k, v, HeadSizes(k.shape[1], k.shape[3], values))
+        part = layer_kv.attend(q, visibility, options, None if way == "default" else way)
+    out = dispatch.finalize(part, q, options)
+    return out, sum_weights(part, part, options, q.shape[1])
 
 
 GPU = pallas_gpu.attend

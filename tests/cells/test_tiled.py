@@ -17,7 +17,7 @@ from jaxkv.ops.attention.visibility import compute_mask
 from jaxkv.ops.storage.latent import ValueSlice
 from jaxkv.ops.storage.quantised import Quantised
 from jaxkv.window import Window
-from tests.attention.ways import attend
+from tests.attention.ways import attend, attend_with_mass
 from tests.helpers import hlo
 from tests.helpers.batch_rules import Token
 from tests.helpers.caches import TILES, attention_cache, drawing, parse_cache
@@ -138,6 +138,18 @@ def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change):
         assert got.dtype == q.dtype
         within = 1e-5 if change in (int8, bfloat16) else 5e-6
         np.testing.assert_allclose(got, wanted, rtol=0, atol=within)
+
+
+@core
+@pytest.mark.parametrize("change", [None, int8, hidden_by_bias])
+def test_mass_tiled_matches_mass_without_tiles(change):
+    for kind in ("own", "both", "any", "nothing"):
+        q, k, v, visibility = change(*case(kind)) if change else case(kind)
+        options = AttentionOptions(sinks=SINKS)
+        got = attend_with_mass("default", q, k, v, visibility, options)
+        wanted = attend_with_mass("default", q, k, v, replace(visibility, tile=None), options)
+        for one, other in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
 @core
