@@ -494,6 +494,20 @@ def test_insert_between_storage_forms_rounds_stored_numbers(source, target):
         np.testing.assert_allclose(found[:, :, :, : len(cells)], wanted, atol=2e-6)
 
 
+@pytest.mark.parametrize("implementation", ["tiles", "whole", "xla", "pallas"])
+def test_attend_to_rotated_heads_is_equal_in_all_implementations(implementation):
+    form = FORMS["rotated int8"]
+    cache = make_form(**form)
+    (ubatch,) = plan_ubatches(cache, [[1, 2], [3]], [0, 2])
+    q, (k, v), _ = arrays_for(ubatch, form)
+    step = jaxkv.apply(cache, ubatch)
+    wanted, found = (
+        jaxkv.attend(step, 0, q[0], k[0], v[0], implementation=name)[1]
+        for name in (None, implementation)
+    )
+    np.testing.assert_allclose(found, wanted, atol=5e-6)
+
+
 def test_nbytes_of_storage_forms():
     int8, latent = make_form(dtype="int8"), make_form(value_dim=PART)
     assert "int8, " in repr(int8) and "float32" not in repr(int8)

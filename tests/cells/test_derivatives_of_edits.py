@@ -82,7 +82,9 @@ def test_derivative_of_edit_is_transposed(edit, kind):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int4"]
+)
 def test_shift_of_zero_keys_is_zero(dtype):
     cache = with_tokens(dtype=dtype)
     cache, _ = jaxkv.seq_add(cache, 0, 0, None, delta=3)
