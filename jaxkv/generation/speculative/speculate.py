@@ -230,12 +230,10 @@ def _speculate(
         return jnp.any(progress.state.active & (_num_sampled(progress.made) < num_tokens))
 
     def body(progress: _Progress) -> _Progress:
-        made, done = progress.made, _num_sampled(progress.made)
+        made, done, at = progress.made, _num_sampled(progress.made), progress.at
         active = progress.state.active & (done < num_tokens)
         is_drafting = active & progress.drafting
-        draft, guess = progress.draft.propose(
-            setup.sampler, progress.state, is_drafting, progress.at
-        )
+        draft, guess = progress.draft.propose(setup.sampler, progress.state, is_drafting, at)
         # A step samples one more token than the draft has.
         room = jnp.minimum(num_tokens - done, progress.state.remaining) - 1
         may = is_drafting[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
@@ -257,7 +255,7 @@ def _speculate(
             cache=cache,
             state=result.state,
             draft=draft.update(
-                progress.state.sequence, progress.at, fed, result.num_tokens, result.features
+                progress.state.sequence, at, fed, result.num_tokens, result.features
             ),
             made=_DraftedTokens(
                 tokens=_append_rows(made.tokens, done, result.tokens, result.num_tokens),
@@ -268,7 +266,7 @@ def _speculate(
                 num_drafted=made.num_drafted + tried,
                 num_accepted=made.num_accepted + result.accepted,
             ),
-            at=progress.at + result.num_tokens,
+            at=at + result.num_tokens,
             drafting=result.drafting,
         )
 
