@@ -47,20 +47,20 @@ def select_cells(
     Cells that do not exist are hidden. The other cells of a token must be distinct.
     """
     visibility = split_visibility(visibility, visibility.at.shape[1])
-    streams, bias = visibility.streams[:, None], visibility.bias
+    streams, bias = visibility.streams, visibility.bias
     word = jnp.arange(visibility.owners.shape[1], dtype=jnp.int32)[:, None]
     if isinstance(bias, jax.Array):
         bias = jnp.take_along_axis(bias, cells[:, None, None], axis=3, mode="clip")
 
     def gather_cells(x: CellArray) -> jax.Array:
-        return gather_streams_of_cells(x, streams[:, 0], cells)
+        return gather_streams_of_cells(x, streams, cells)
 
     keys, values = map_arrays(gather_cells, (layer_kv.keys, layer_kv.values))
     # A cell that does not exist has no owner.
     return replace(layer_kv, keys=keys, values=values), replace(
         visibility,
-        position=visibility.position.at[streams, cells].get(mode="clip"),
-        owners=visibility.owners.at[streams[..., None], word, cells[:, None]].get(
+        position=visibility.position.at[streams[:, None], cells].get(mode="clip"),
+        owners=visibility.owners.at[streams[:, None, None], word, cells[:, None]].get(
             **FILL, fill_value=0
         ),
         streams=jnp.arange(len(cells), dtype=jnp.int32),
