@@ -110,7 +110,7 @@ class Int4(Storage):
         return _interleave(*(product(weights, half) for half in self._halves()))
 
     def rotate(self, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope) -> Int4:
-        """Rotate keys; each call adds a rounding error, since a grid would exceed a few of them."""
+        """Rotate keys; each call adds a rounding error, since keys are not rounded to a grid."""
         return self.encode(rope.rotate(self.decode(), stop - start))
 
     def split_rows(self, heads_per_row: int, head_dim: int) -> Int4:
