@@ -28,9 +28,11 @@ def test_recipe_has_the_dependencies_of_the_project():
     assert listed == {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
 
 
-@pytest.mark.parametrize("theme", pictures.COLOURS)
-def test_picture_is_that_of_its_script(theme):
-    assert (pictures.FOLDER / f"cells-{theme}.svg").read_text() == pictures.draw(theme)
+@pytest.mark.parametrize("name", pictures.NAMES)
+def test_pictures_are_those_of_their_script(name):
+    for theme in pictures.COLOURS:
+        stored = (pictures.FOLDER / f"{name}-{theme}.svg").read_text()
+        assert stored == pictures.draw(name, theme)
 
 
 def test_address_of_the_repository_occurs_once():
