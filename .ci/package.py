@@ -27,7 +27,7 @@ assert not others, f"importing jaxkv imports {{sorted(others)}}"
 
 
 def name_of(requirement: str) -> str:
-    """The package name of a Requires-Dist line."""
+    """Return the package name of a Requires-Dist line."""
     return requirement.replace(">", " ").replace("!", " ").replace("=", " ").split()[0].rstrip(";")
 
 

@@ -21,7 +21,7 @@ ValueDim = int | slice | ValueSlice
 """Size of a value, or the slice of the key that is used as the value."""
 
 State = jax.ShapeDtypeStruct | tuple[Sequence[int], jax.typing.DTypeLike]
-"""Shape and dtype of a state."""
+"""Shape and dtype of a state or of a user field."""
 
 X = TypeVar("X")
 
@@ -41,7 +41,7 @@ class CacheSpec:
     rope: rotation of the keys that models pass to `attend`; a `NotGiven` if no rope was given.
     states: name, shape and dtype of each state, ordered by name.
     shard_dims: a tuple (name, dimension, n) for each state that a mesh may split; see `recurrent`.
-    fields: name, shape and dtype of each array by cell, ordered by name; see `Cache.with_fields`.
+    fields: name, shape for one cell, and dtype of each user field, ordered by name.
     parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
@@ -83,8 +83,8 @@ class CacheSpec:
           rope: rotation of the keys that models pass to `attend`: one rope, or a tuple with one
             rope for each layer. None means that keys are not rotated. If no rope is given,
             `seq_add`, `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
-          fields: dict from names to tuples `(shape, dtype)`, for arrays with a value of this shape
-            for each cell; see `Cache.with_fields`.
+          fields: dict from the name of each user field to a `jax.ShapeDtypeStruct`, or to a tuple
+            `(shape, dtype)`. The shape is that of one cell; see `Cache.with_fields`.
 
         Raises:
           ValueError: If a count is below 1 or above 2**31 - 1.
@@ -285,7 +285,8 @@ class CacheSpec:
 
         Each part has its own cells, so that layers may store different tokens (`evict`), or have
         different numbers of cells (the argument `cells` of `make_cache`, one number for each
-        group). Layer numbers do not change. Each further part adds the time of planning a part.
+        group). Each part also has its own user fields. Layer numbers do not change. Each further
+        part adds the time of planning a part.
 
         Args:
           groups: lists of layer numbers, in which each layer occurs once.

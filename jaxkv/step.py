@@ -40,7 +40,7 @@ class Step(Partitioned):
 
     `apply` makes a step. A model reads the tokens of the step, and passes the step to `attend` or
     `write_kv` in each attention layer, and to `read_states` and `write_states` in each recurrent
-    layer. `write_kv` and `write_states` return the next step, and `attend` returns it beside its
+    layer. `write_kv` and `write_states` return the next step, and `attend` returns it with its
     output. After all layers, `cache` is the cache with the tokens of the ubatch.
 
     table: Table of the cache with the tokens of the ubatch.

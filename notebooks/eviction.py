@@ -88,7 +88,7 @@ COLOURS = dict(zip(RULES, ("#0072b2", "#e69f00", "#009e73", "#999999"), strict=T
 # %% [markdown]
 # A rule is the argument `edit` of a step: it is called after the step, inside of the compiled
 # loop. StreamingLLM, H2O and the random rule evict after each step. SnapKV evicts once, after the
-# prompt: a budget of N cells keeps everything.
+# prompt; until then its budget is all cells.
 
 
 # %%
@@ -106,8 +106,8 @@ def read(params, cache, chunks, following, budgets, rule):
             plan.ubatch,
             edit=lambda cache, mass: rule(cache, mass, budget),
         )
-        chances = jax.nn.log_softmax(logits.reshape(*tokens.shape, -1))
-        losses = -jnp.take_along_axis(chances, targets[..., None], axis=2)[..., 0]
+        logprobs = jax.nn.log_softmax(logits.reshape(*tokens.shape, -1))
+        losses = -jnp.take_along_axis(logprobs, targets[..., None], axis=2)[..., 0]
         return cache, (losses, cache.parts[0].cell_positions())
 
     return jax.lax.scan(step, cache, (chunks, following, budgets))[1]
@@ -140,11 +140,11 @@ PROMPT = 512
 SHARES = (1, 0.5, 0.25, 0.1)
 recorded = Path(models.__file__).parent.parent / "tests" / "data" / "golden" / "models.json"
 tokens = np.array(json.loads(recorded.read_text())["smollm2_nll"]["tokens"])
-everything, _ = run(tokens[None, : PROMPT + 257], streaming, 1, PROMPT)
+full_losses, _ = run(tokens[None, : PROMPT + 257], streaming, 1, PROMPT)
 
 perplexity, kept = {}, {}
 for name, rule in RULES.items():
-    perplexity[name] = [np.exp(everything[:, PROMPT:].mean())]
+    perplexity[name] = [np.exp(full_losses[:, PROMPT:].mean())]
     for share in SHARES[1:]:
         losses, kept[name, share] = run(tokens[None, : PROMPT + 257], rule, share, PROMPT)
         perplexity[name].append(np.exp(losses[:, PROMPT:].mean()))
@@ -152,8 +152,9 @@ for name, rule in RULES.items():
 
 # %% [markdown]
 # A random choice is bad at once: it evicts the first tokens. Their keys take most of the weight of
-# many heads, whatever the text says, and without them the softmax gives this weight to others. The
-# other rules keep these tokens: StreamingLLM by their position, H2O and SnapKV by their mass.
+# many heads in every text (attention sinks). Without them, the softmax gives this weight to other
+# tokens. The other rules keep the first tokens: StreamingLLM by their position, H2O and SnapKV by
+# their mass.
 
 
 # %%
@@ -210,23 +211,24 @@ def make_text(depth, number):
     question = encode("\nThe secret number of the library is ")
     before = int(depth * LENGTH)
     after = LENGTH - before - len(sentence) - len(question)
-    answer = np.resize(encode(number), CHUNK + 1)  # the four digits, then others
+    answer = np.resize(encode(number), CHUNK + 1)  # the four digits, repeated
     return [*tokens[:before], *sentence, *tokens[before : before + after], *question, *answer]
 
 
 texts = np.array([make_text(*pair) for pair in zip(DEPTHS, NUMBERS, strict=True)])
 
 
-def found(rule, share, spec=spec):
+def number_probability(rule, share, spec=spec):
     losses, _ = run(texts, rule, share, LENGTH, spec)
     return np.exp(-losses[:, LENGTH : LENGTH + 3].sum(axis=1)).mean()
 
 
-chance = {}
-everything = found(streaming, 1)
+probability = {}
+full_probability = number_probability(streaming, 1)
 for name, rule in RULES.items():
-    chance[name] = [everything, *(found(rule, share) for share in SHARES[1:])]
-    print(f"{name:18}", *(f"{value:6.3f}" for value in chance[name]))
+    shares = (number_probability(rule, share) for share in SHARES[1:])
+    probability[name] = [full_probability, *shares]
+    print(f"{name:18}", *(f"{value:6.3f}" for value in probability[name]))
 
 # %% [markdown]
 # StreamingLLM finds a number only if it is near the end, and H2O has evicted the number before the
@@ -252,12 +254,12 @@ def snapkv_by_layers(cache, mass, budget):
 
 name, grouped = "SnapKV by 5 layers", spec.group_layers(*groups)
 COLOURS[name] = "#d55e00"
-chance[name] = [
-    everything,
-    *(found(snapkv_by_layers, share, grouped) for share in SHARES[1:]),
+probability[name] = [
+    full_probability,
+    *(number_probability(snapkv_by_layers, share, grouped) for share in SHARES[1:]),
 ]
-print(f"{name:18}", *(f"{value:6.3f}" for value in chance[name]))
-draw_shares(chance, "probability of the number").set(ylim=(0, 1))
+print(f"{name:18}", *(f"{value:6.3f}" for value in probability[name]))
+draw_shares(probability, "probability of the number").set(ylim=(0, 1))
 plt.show()
 
 # %% [markdown]

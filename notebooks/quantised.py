@@ -120,9 +120,9 @@ assert lost["int8, rotated"] < 0.0015 and lost["int8 and int4, rotated"] < lost[
 #
 # ## How are int8 codes computed?
 #
-# The largest number of a head gets the code 127, and the others are rounded to steps of that size.
-# The code below gives the codes of the first layer, the inputs of which do not depend on rounded
-# values.
+# A step is the largest magnitude of a head, divided by 127. A code is a number divided by the step,
+# and rounded. The following cell computes the codes of the first layer, whose inputs do not depend
+# on rounded values.
 
 
 # %%
@@ -140,7 +140,7 @@ assert same > 0.999 and np.allclose(step, keys.scales[0], rtol=1e-5)
 # %% [markdown]
 # ## In which heads is the error large?
 #
-# The rule gives an error for each head of each layer: the root mean square (RMS) of the rounding
+# These codes give an error for each head of each layer: the root mean square (RMS) of the rounding
 # error, as a fraction of the RMS of the keys or values. It is computed from the float32 cache, so
 # each layer shows only its own error.
 
@@ -212,7 +212,7 @@ for name, layers in (("keys", plain.k), ("values", plain.v)):
         print(f"{name:6} {kind:12} peak {peak:.2f}")
 
 # %% [markdown]
-# A head of more than 128 numbers therefore has a scale for each 128 of them. A peak then affects
+# In int8, a head of more than 128 numbers has a scale for each 128 of them, so that a peak affects
 # only its own 128 numbers.
 #
 # ## Does attention decode the keys?
@@ -275,7 +275,7 @@ for name, before, after in zip(
 #
 # ## How many tokens fit into the same memory?
 #
-# The memory is that of 1,024 tokens in float32. The table, 16 bytes for each token, is included.
+# The memory is that of 1,024 tokens in float32. The table, 20 bytes for each token, is included.
 
 # %%
 room = caches["float32"].nbytes
@@ -283,7 +283,7 @@ for form in FORMS:
     print(f"{form:23} {room * 1024 // caches[form].nbytes:6,}")
 
 # %% [markdown]
-# 8 bits store 3,850 tokens in the memory of 1,024, and 4 bits about 7,000.
+# 8 bits store 3,850 tokens in the memory of 1,024, and 4 bits about 7,200.
 #
 # ## Try next
 #

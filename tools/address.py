@@ -24,7 +24,7 @@ COLAB = (
 
 
 def with_line(text: str, line: str, mark: str) -> str:
-    """Insert a line after the first one, in place of an earlier line that begins with `mark`."""
+    """Insert a line after the first one, and remove lines that begin with `mark`."""
     first, *rest = [x for x in text.splitlines() if not x.startswith(mark)]
     return "\n".join([first, line, *rest])
 

@@ -42,7 +42,7 @@ class Drawing:
         )
 
     def add_box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        """Add a filled box."""
+        """Add a filled rectangle with round corners."""
         self.lines.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
             f'fill="{colour}"/>'
@@ -71,7 +71,7 @@ def make_cache() -> jaxkv.Cache:
 
 
 def cells_states() -> States:
-    """Forks, a rollback, and cells that are used again."""
+    """Yield forks, a rollback, and cells that are used again."""
     cache = add_tokens(make_cache(), [0, 1, 2, 3, 0, 1])
     yield "prefill(forward, params, cache, prompt)", cache
     cache = jaxkv.seq_cp(cache, 0, [1, 2]).cache
@@ -84,7 +84,7 @@ def cells_states() -> States:
 
 
 def prompts_states() -> States:
-    """Prompts of different lengths, a removed sequence, and a defragmentation."""
+    """Yield prompts of different lengths, a removed sequence, and a defragmentation."""
     cache = add_tokens(make_cache(), [[0, 1, 2], [3, 0, 1, 2, 3], [1, 2]])
     yield "prefill(forward, params, cache, [[0, 1, 2], [3, 0, 1, 2, 3], [1, 2]])", cache
     cache = add_tokens(cache, [[3], [2], [1]])
@@ -96,7 +96,7 @@ def prompts_states() -> States:
 
 
 def drafts_states() -> States:
-    """Two steps of speculative decoding."""
+    """Yield two steps of speculative decoding."""
     cache = add_tokens(make_cache(), [0, 1, 2, 3, 0])
     yield "prefill(forward, params, cache, prompt)", cache
     cache = add_tokens(cache, [1, 2, 3, 1])
@@ -107,12 +107,12 @@ def drafts_states() -> States:
 
 
 def draw_cells(theme: str, states: States) -> str:
-    """Return strips of cells, one for each call."""
+    """Return a row of cells for each call, and a legend."""
     _, empty, *owners, shared = COLOURS[theme]
     steps, width = list(states), 2 * LEFT + CELLS * (CELL + GAP)
     title = "Cells of a cache after each call"
     picture = Drawing(theme, width, ROW * len(steps) + 30, title)
-    seen = {empty: "empty"}
+    legend = {empty: "empty"}
     for row, (call, cache) in enumerate(steps):
         cells, top = cache.cells(), row * ROW + 6
         picture.add_text(LEFT, top + 10, call, 13)
@@ -122,13 +122,13 @@ def draw_cells(theme: str, states: States) -> str:
             )
             colour = shared if count > 1 else owners[owner] if count else empty
             name = "all sequences" if count > 1 else f"sequence {owner}"
-            seen.setdefault(colour, name)
+            legend.setdefault(colour, name)
             x, y = LEFT + i * (CELL + GAP), top + 18
             picture.add_box(x, y, CELL, 28, colour)
             if count:
                 picture.add_text(x + CELL / 2, y + 19, str(position), 13, "middle")
     x, y = LEFT, ROW * len(steps) + 8
-    for colour, name in sorted(seen.items(), key=lambda pair: (pair[1] == "empty", pair[1])):
+    for colour, name in sorted(legend.items(), key=lambda pair: (pair[1] == "empty", pair[1])):
         picture.add_box(x, y, 14, 14, colour)
         picture.add_text(x + 20, y + 12, name, 12)
         x += 34 + 8 * len(name)

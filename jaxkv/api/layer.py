@@ -77,14 +77,15 @@ def attend(
         token. A window is measured from the position of the token. The output of a token is NaN if
         the token would attend to positions after the last token of its sequence in the ubatch.
       select: `[P, T, n]`: for each token of each list (see `read_kv`), indices of n cells in the
-        stream of the list. The token attends only to those of its visible cells that are selected,
-        and only selected cells are read. Indices outside of `[0, N)` select no cell, and repeated
-        indices count once.
+        stream of the list. In all heads, the token attends only to those of its visible cells that
+        are selected, and only selected cells are read. Indices outside of `[0, N)` select no cell,
+        and repeated indices count once.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
       return_mass: If True, also return the attention mass: for each cell of the stream of a list
         (see `read_kv`) and each query head, the sum of the softmax weights over the tokens of the
-        list. The mass is differentiable. Other implementations replace kernels and `jax.nn`.
+        list. The mass is differentiable. Kernels and `jax.nn` do not compute it: "pallas", "xla"
+        and "cudnn" are then replaced.
 
     Returns:
       The next step, the output in the dtype of `q`, and the mass if `return_mass` is True. Without
@@ -97,7 +98,8 @@ def attend(
       - If a stacked cache lacks keys of tokens of a stream in the layer, since a step skipped the
         layer, the output rows of this stream are NaN.
       - The masses of a token add up to 1 in each head, less the weight of the sink; to 0 if its
-        output row is zero. All masses of a list are NaN in the heads in which an output row is NaN.
+        output row is zero. If an output row of a list is NaN in a head, the masses of the list in
+        this head are NaN; with `select`, at least those of the row's selected cells.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.

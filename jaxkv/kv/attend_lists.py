@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 MASS_BLOCK = 64
-"""Largest number of tokens of a list whose weights are kept at once to compute attention mass."""
+"""Largest number of tokens of a list whose softmax weights are stored at once for the mass."""
 
 
 def attend_lists(
@@ -31,7 +31,8 @@ def attend_lists(
 ) -> tuple[Float[Array, "P T H Dv"], Float[Array, "P H N"] | None]:
     """Return the output, and the attention mass if the options have `keep_weights`.
 
-    The mesh axes `axes` split the cells or the lists; the masses of other devices are not added.
+    The mesh axes `axes` split the cells or the lists. The mass is that of the cells and tokens of
+    one device; masses are not summed over devices.
     """
 
     def attend_to_block(visibility: Visibility, q: jax.Array, *select: jax.Array) -> tuple:

@@ -63,6 +63,7 @@ class LayerKV:
     keys: `[S, K, N, D]`. If n heads share a row (`ops.storage.head_rows`), K is the number of rows,
       and D the size of a row.
     values: `[S, K, N, Dv]`.
+    sizes: Sizes of the heads before rows are formed.
     heads_per_row: The number n, which a shard of the layer cannot know.
     rotated: Whether keys and values are rotated by a Hadamard matrix before they are encoded.
     """

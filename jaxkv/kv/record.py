@@ -38,7 +38,7 @@ class CellRecord:
       A cell that a ubatch fills gets a hash of the version of its stream and of its index.
     content: Hash of each cell's token and of the position for which the key was computed. Copies
       and moves of a cell preserve this hash.
-    user_fields: Arrays by name, see `Cache.with_fields`; 0 for a new token.
+    user_fields: User fields by name, see `Cache.with_fields`; 0 for a new token.
     """
 
     position: Int32[Array, "S N"] = field(metadata={"initial": np.int32(EMPTY)})
@@ -72,16 +72,19 @@ def zero_fields(specs: FieldSpecs, streams: int, num_cells: int) -> dict[str, ja
 
 
 def with_fields_of(source: R, target: CellRecord) -> R:
-    """Return `source` with the user fields of `target`: 0 for a field that `source` lacks."""
-    wanted = {name: form for name, *form in target.field_specs}
+    """Return `source` with the user fields of `target`: 0 for a field that `source` lacks.
+
+    Raises a ValueError if a field of both has different shapes or dtypes.
+    """
+    forms = {name: form for name, *form in target.field_specs}
     for name, *form in source.field_specs:
-        if form != wanted.get(name, form):
+        if form != forms.get(name, form):
             raise ValueError(
-                f"expected a source whose field {name!r} has shape and dtype {wanted[name]} as in "
+                f"expected a source whose field {name!r} has shape and dtype {forms[name]} as in "
                 f"the cache, got {form}; make both caches with equal fields"
             )
     missing = zero_fields(target.field_specs, *source.position.shape)
-    return replace(source, user_fields={x: source.user_fields.get(x, missing[x]) for x in wanted})
+    return replace(source, user_fields={x: source.user_fields.get(x, missing[x]) for x in forms})
 
 
 def with_record(cells: R, record: CellRecord) -> R:

@@ -1,6 +1,7 @@
-"""Selected cells: each token becomes a list, and the cells that the token selects its stream.
+"""Selected cells: each token becomes a list, and its selected cells become the stream of this list.
 
-Implementations of attention then need no operation for selected cells.
+Implementations of attention then need no operation for selected cells. In shapes, Pt is P * T, the
+number of tokens of all lists.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ MAX_BYTES = 1 << 28
 def max_tokens_at_once(layer_kv: LayerKV, select: Int32[Array, "P T n"]) -> int:
     """Return the number of tokens of each list whose selected cells need at most `MAX_BYTES`."""
     arrays = jax.tree.leaves((layer_kv.keys, layer_kv.values))
-    cell = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in arrays if x.ndim == 4)
-    return max(1, MAX_BYTES // (select.shape[0] * select.shape[2] * cell))
+    cell_bytes = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in arrays if x.ndim == 4)
+    return max(1, MAX_BYTES // (select.shape[0] * select.shape[2] * cell_bytes))
 
 
 def hide_repeated(select: Int32[Array, "P T n"]) -> Int32[Array, "Pt n"]:
@@ -42,7 +43,7 @@ def hide_repeated(select: Int32[Array, "P T n"]) -> Int32[Array, "Pt n"]:
 def select_cells(
     layer_kv: LayerKV, visibility: Visibility, cells: Int32[Array, "Pt n"]
 ) -> tuple[LayerKV, Visibility]:
-    """Return a layer and a visibility with a stream for each token, of the cells of the token.
+    """Return a layer and a visibility in which each token has a stream of its selected cells.
 
     Cells that do not exist are hidden. The other cells of a token must be distinct.
     """
@@ -74,6 +75,6 @@ def scatter_mass(
 ) -> Float[Array, "P H N"]:
     """Add the masses of the selected cells of each token to the masses of the cells of its list."""
     tokens, heads = len(cells) // lists, mass.shape[1]
-    of_list = jnp.repeat(jnp.arange(lists), tokens, total_repeat_length=len(cells))
-    where = of_list[:, None, None], jnp.arange(heads)[:, None], cells[:, None]
+    list_index = jnp.repeat(jnp.arange(lists), tokens, total_repeat_length=len(cells))
+    where = list_index[:, None, None], jnp.arange(heads)[:, None], cells[:, None]
     return jnp.zeros((lists, heads, num_cells), mass.dtype).at[where].add(mass, **DROP)

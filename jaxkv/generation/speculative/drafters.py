@@ -38,14 +38,15 @@ class DraftTokens(NamedTuple):
 
 
 class Drafter(ABC):
-    """Base class of drafters, such as those of `prompt_lookup` and `draft_model`.
+    """Base class of drafters: those of `prompt_lookup`, `draft_model`, `head_drafter`, and yours.
 
     num_draft_tokens: n, the maximum number of tokens of a draft, static.
     num_branches: k, the number of branches of a draft, static; 1 by default.
     features: Features of the last cached token of each sequence, arrays `[Z, ...]`; else None.
 
-    If `features` is not None, `update` gets the features of all fed tokens. They are the third
-    result of the verifying model, a pytree of arrays `[O, ...]` with a row for each row of logits.
+    If `features` is not None, `num_branches` must be 1, and `update` gets the features of all fed
+    tokens. They are the third result of the verifying model, a pytree of arrays `[O, ...]` with a
+    row for each row of logits.
     """
 
     num_draft_tokens: int
@@ -134,9 +135,8 @@ class PromptLookup(Drafter):
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
         pad = jnp.pad(text, [(0, 0), (0, self.num_draft_tokens)], constant_values=-1)
-        # True where an earlier occurrence of the last n tokens begins; False at padding.
         # Entry p of element i: whether token p + i is token i of the last n tokens. An occurrence
-        # begins at p if this is true for all i.
+        # begins at p if this is true for all i, and token p is not padding.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
         is_match = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
         tokens, valid = [], []
@@ -202,13 +202,13 @@ def prompt_lookup(
       ValueError: If a list has a negative token.
 
     Examples:
-      >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
+      >>> drafter = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> state = generation.init_decode(cache, tokens=[2]).state
       >>> best = generation.make_sampler()
       >>> active, at = jnp.array([True]), jnp.array([5])
-      >>> _, guess = draft.propose(best, state, active, at)
-      >>> guess.tokens.tolist(), guess.valid.tolist()
+      >>> _, draft = drafter.propose(best, state, active, at)
+      >>> draft.tokens.tolist(), draft.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
     llama.cpp: `examples/prompt_lookup`.
@@ -265,6 +265,7 @@ def features_of_outputs(aux: PyTree, like: PyTree, *places: int) -> PyTree:
     """Return the third result of a model, `[O, ...]`, with the axes `places` in place of O.
 
     `like` has the features of one token of each sequence, `[Z, ...]`. If None, the result is None.
+    Raises a ValueError if `aux` has other shapes.
     """
     if like is None:
         return None

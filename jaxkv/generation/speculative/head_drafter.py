@@ -109,21 +109,28 @@ def head_drafter(
 ) -> HeadDrafter:
     """Make a drafter from a small head over features of the model, as EAGLE and MTP.
 
-    The model returns `step, logits, features`, with features `[O, d]` in the rows of the logits,
-    such as the last hidden states. The head is a model function with its own cache. For each token,
-    it gets the token in `step.tokens` `[R, T]`, and the features of the token before in
+    The model returns `step, logits, features`. The features, such as the last hidden states, are
+    `[O, d]` with a row for each row of logits. The head is a model function with its own cache. For
+    each token, it gets the token in `step.tokens` `[R, T]`, and the features of the token before in
     `step.extra["features"]` `[R, T, d]`. It returns `step, logits [O, V], features [O, d]`: the
-    logits of the next token, and its features of the current token, from which the next draft
-    token is computed. After each step of the model, the features of accepted tokens are those of
-    the model (Li et al., 2024, arXiv:2401.15077).
+    logits of the next token, and its features of the current token, from which the next draft token
+    is computed. After each step of the model, the features of accepted tokens are those of the
+    model (Li et al., 2024, arXiv:2401.15077).
 
     Args:
       head: The head, a model function `(params, step) -> step, logits [O, V], features [O, d]`.
       params: Parameters of the head, any pytree.
-      cache: Cache of the head, with as many sequences as the main cache. It may contain the prompts
-        without their first tokens, or be empty; drafts are then less often accepted. With recurrent
-        states, `max_rollback` must be at least `num_draft_tokens`.
-      features: Features of the last token of each prompt; zeros if they are unknown.
+      cache: Cache of the head, with as many sequences as the main cache. It should contain each
+        prompt without its first token, in the same sequence: `prefill` of the head with a batch
+        whose `extra={"features": ...}` are the features of the token before each token. It may be
+        empty, but then fewer drafts are accepted. With recurrent states, `max_rollback` must be
+        at least `num_draft_tokens`.
+      features: Features of the last token of each prompt, in the order of the state of `speculate`
+        or of the prompts of `generate`; zeros if they are unknown. `prefill` does not return them:
+        call `plan = init_batch(cache, make_batch(prompts, outputs=[True] * n))` for the n tokens of
+        all prompts, then `step, logits, features = forward(params, apply(cache, ubatch))` for each
+        ubatch of the plan, with `cache = step.cache`. `plan.gather_outputs` of the list of features
+        of all ubatches returns one row for each token, in the order of the batch.
       num_draft_tokens: n, the maximum number of tokens of a draft, static.
 
     Returns:
@@ -150,8 +157,8 @@ def head_drafter(
       ...     logits = jnp.roll(x, 1, axis=-1).reshape(-1, 3)[step.outputs]
       ...     return step, logits, logits
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=3)
-      >>> own = make_cache(spec, cells=32)
-      >>> drafter = generation.head_drafter(head, None, own, jnp.eye(3)[:1])
+      >>> empty, features = make_cache(spec, cells=32), jnp.eye(3)[:1]  # those of token 2
+      >>> drafter = generation.head_drafter(head, None, empty, features)
       >>> options = dict(spec=spec, max_new_tokens=8, drafter=drafter)
       >>> out = generate(forward, jnp.eye(3), [[2]], **options)
       >>> out.tokens.tolist(), out.num_accepted.item()

@@ -74,7 +74,7 @@ class _Progress(NamedTuple):
 
     cache: Cache
     state: DecodeState
-    draft: Drafter
+    drafter: Drafter
     made: _DraftedTokens
     at: Int32[Array, " Z"]
     drafting: Bool[Array, " Z"]
@@ -83,7 +83,7 @@ class _Progress(NamedTuple):
 class _StepResult(NamedTuple):
     """Result of one step: n + 1 sampled tokens, of which the first `num_tokens` are used.
 
-    `features` has the features of the fed tokens; None if the drafter has none.
+    `features` are those of the fed tokens, or None if the drafter has none.
     """
 
     tokens: Int32[Array, "Z places"]
@@ -120,13 +120,14 @@ def speculate(
     the stream have fewer than k branches.
 
     Args:
-      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`.
+      forward: Model function `(params, step) -> step, logits [O, V]`, see `prefill`. For a drafter
+        with features, it returns the features of the same tokens as third result.
       params: Model parameters, any pytree.
       cache: The cache after the prompts. With recurrent states, `max_rollback` must be at least
         `num_draft_tokens`, and only one branch is possible.
       state: State of each sequence, from `init_decode`; see `decode`.
-      drafter: A `Drafter`, such as from `prompt_lookup` or `draft_model`. Each call copies the
-        buffers of the drafter.
+      drafter: A `Drafter`, from `prompt_lookup`, `draft_model` or `head_drafter`, or your own. Each
+        call copies the buffers of the drafter.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: See `decode`.
       stop_tokens: See `decode`.
@@ -144,6 +145,8 @@ def speculate(
         sequences, or only one sequence in each stream.
       ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
       ValueError: If drafter and state differ in Z, caches differ in Q, or a cache was donated.
+      ValueError: If a drafter with features has several branches, or the third result of the model
+        does not have the shapes of the features.
 
     Examples:
       The model counts modulo 3, and nine tokens take three steps:
@@ -209,21 +212,21 @@ def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapp
         *,
         num_tokens: int,
     ) -> tuple:
-        draft, sampler = by.value
+        drafter, sampler = by.value
         setup = _Setup(forward(), sampler, *fixed)
-        cache, *rest = _speculate(setup, draft, merge(table, buffers), state, num_tokens)
+        cache, *rest = _speculate(setup, drafter, merge(table, buffers), state, num_tokens)
         return cache.table, cache.buffers, *rest
 
     return loop
 
 
 def _speculate(
-    setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
+    setup: _Setup, drafter: Drafter, cache: Cache, state: DecodeState, num_tokens: int
 ) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
-    texts, tries = state.token.shape[0], draft.num_draft_tokens
-    if draft.num_branches > 1:
+    texts, tries = state.token.shape[0], drafter.num_draft_tokens
+    if drafter.num_branches > 1:
         table = cache.table
-        sequences = token_tree.assign_branch_sequences(table, state.sequence, draft.num_branches)
+        sequences = token_tree.assign_branch_sequences(table, state.sequence, drafter.num_branches)
         setup = setup._replace(sequences=sequences)
 
     def should_continue(progress: _Progress) -> jax.Array:
@@ -233,28 +236,29 @@ def _speculate(
         made, done, at = progress.made, _num_sampled(progress.made), progress.at
         active = progress.state.active & (done < num_tokens)
         is_drafting = active & progress.drafting
-        draft, guess = progress.draft.propose(setup.sampler, progress.state, is_drafting, at)
+        drafter, draft = progress.drafter.propose(setup.sampler, progress.state, is_drafting, at)
         # A step samples one more token than the draft has.
         room = jnp.minimum(num_tokens - done, progress.state.remaining) - 1
         may = is_drafting[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
         if setup.sequences is None:
-            guess = guess._replace(valid=guess.valid & may)
-            after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
-            cache, result = _run_draft_width_step(setup, guess, active, progress)
+            draft = draft._replace(valid=draft.valid & may)
+            after, num_drafted = draft.tokens, jnp.sum(draft.valid, axis=1, dtype=jnp.int32)
+            cache, result = _run_draft_width_step(setup, draft, active, progress)
         else:
             is_present = setup.sequences < progress.cache.table.spec.sequences
-            guess = guess._replace(valid=guess.valid & may[:, None] & is_present[..., None])
-            tried = jnp.sum(token_tree.find_tree_nodes(guess).first, axis=(1, 2), dtype=jnp.int32)
-            cache, result = _run_draft_width_step(setup, guess, active, progress)
+            draft = draft._replace(valid=draft.valid & may[:, None] & is_present[..., None])
+            nodes = token_tree.find_tree_nodes(draft)
+            num_drafted = jnp.sum(nodes.first, axis=(1, 2), dtype=jnp.int32)
+            cache, result = _run_draft_width_step(setup, draft, active, progress)
             after = result.tokens[:, :-1]
         fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
-        tried = jnp.where(result.num_tokens > 0, tried, 0)
+        num_drafted = jnp.where(result.num_tokens > 0, num_drafted, 0)
         # A sequence that ends with invalid logits has a log-probability of NaN, but no token.
         broken = active & (result.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
             cache=cache,
             state=result.state,
-            draft=draft.update(
+            drafter=drafter.update(
                 progress.state.sequence, at, fed, result.num_tokens, result.features
             ),
             made=_DraftedTokens(
@@ -263,7 +267,7 @@ def _speculate(
                     made.logprobs, done, result.logprobs, result.num_tokens + broken
                 ),
                 num_model_steps=made.num_model_steps + active,
-                num_drafted=made.num_drafted + tried,
+                num_drafted=made.num_drafted + num_drafted,
                 num_accepted=made.num_accepted + result.accepted,
             ),
             at=at + result.num_tokens,
@@ -271,14 +275,14 @@ def _speculate(
         )
 
     made = _empty_drafted_tokens(texts, num_tokens)
-    state, draft = jax.tree.map(jnp.asarray, (state, draft))
+    state, drafter = jax.tree.map(jnp.asarray, (state, drafter))
     state = end_edited_texts(cache.table, state)
     at = last_positions(cache.table)[state.sequence] + 1
-    progress = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
+    progress = _Progress(cache, state, drafter, made, at, jnp.ones(texts, bool))
     progress = jax.lax.while_loop(should_continue, body, progress)
     table = progress.cache.table
     state, made = replicate(table, (update_last_token_hashes(table, progress.state), progress.made))
-    return progress.cache, state, progress.draft, made
+    return progress.cache, state, progress.drafter, made
 
 
 def _empty_drafted_tokens(texts: int, num_tokens: int) -> _DraftedTokens:
@@ -322,7 +326,8 @@ def _run_draft_width_step(
         state=progress.state,
         drafting=progress.drafting,
         features=jax.tree.map(
-            lambda x: jnp.zeros((texts, tries + 1, *x.shape[1:]), x.dtype), progress.draft.features
+            lambda x: jnp.zeros((texts, tries + 1, *x.shape[1:]), x.dtype),
+            progress.drafter.features,
         ),
     )
     narrow = ~jnp.any(draft.valid)
@@ -353,20 +358,20 @@ def _feed_and_verify(
 ) -> tuple[Cache, _StepResult]:
     """Run the model on drafts, and remove rejected draft tokens from the cache."""
     state = progress.state
-    guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
+    has_draft = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_draft if draft.tokens.ndim == 2 else _feed_branches
-    cache, plan, ok, picks, draft, features = feed(setup, draft, active, progress)
-    tokens, logprobs, is_accepted_so_far, adjusting = picks
+    cache, plan, ok, samples, draft, features = feed(setup, draft, active, progress)
+    tokens, logprobs, is_accepted_so_far, adjusting = samples
     width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop_tokens[:, None], axis=2) | (tokens < 0)
     column = jnp.arange(width, dtype=jnp.int32)[None]
     ended = jnp.min(jnp.where(stopped & is_accepted_so_far, column, width), axis=1)
     is_accepted_so_far &= column <= ended[:, None]
-    num_picked = jnp.sum(is_accepted_so_far & (tokens >= 0), axis=1, dtype=jnp.int32)
+    num_sampled = jnp.sum(is_accepted_so_far & (tokens >= 0), axis=1, dtype=jnp.int32)
     broken = jnp.any(is_accepted_so_far & jnp.isnan(logprobs), axis=1)
-    as_guessed = is_accepted_so_far[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
-    last = jnp.take_along_axis(tokens, jnp.maximum(num_picked - 1, 0)[:, None], axis=1)[:, 0]
-    remaining = state.remaining - num_picked
+    as_drafted = is_accepted_so_far[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
+    last = jnp.take_along_axis(tokens, jnp.maximum(num_sampled - 1, 0)[:, None], axis=1)[:, 0]
+    remaining = state.remaining - num_sampled
 
     # Rejected draft tokens are removed. A place without an allowed token has no token, but the
     # token before it is in the cache.
@@ -377,10 +382,10 @@ def _feed_and_verify(
     # A refused step leaves the cache unchanged. A sequence that did not fit gets no more drafts; if
     # the sequence had no draft, it ends.
     refused = ~plan.fits[state.sequence]
-    dead = refused & ~guessed
+    dead = refused & ~has_draft
     state = replace(
         state,
-        token=jnp.where(num_picked > 0, last, state.token),
+        token=jnp.where(num_sampled > 0, last, state.token),
         active=state.active & ~(ok & ((ended < width) | (remaining <= 0))) & ~dead,
         remaining=remaining,
         reason=jnp.where(
@@ -388,16 +393,16 @@ def _feed_and_verify(
             plan.reason[state.sequence],
             jnp.where(broken, Reason.NONFINITE_LOGITS, state.reason),
         ),
-        draw_index=state.draw_index + num_picked,
+        draw_index=state.draw_index + num_sampled,
         sampler_state=adjusting,
     )
     return cache, _StepResult(
         tokens=tokens,
         logprobs=logprobs,
-        num_tokens=num_picked,
-        accepted=jnp.sum(as_guessed, axis=1, dtype=jnp.int32),
+        num_tokens=num_sampled,
+        accepted=jnp.sum(as_drafted, axis=1, dtype=jnp.int32),
         state=state,
-        drafting=progress.drafting & ~(refused & guessed),
+        drafting=progress.drafting & ~(refused & has_draft),
         features=features,
     )
 
@@ -414,9 +419,9 @@ def _feed_draft(
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
-    picks = verify_draft(setup.sampler, logits, draft, state, ok)
-    features = features_of_outputs(aux, progress.draft.features, *fed.shape)
-    return cache, plan, ok, picks, draft, features
+    samples = verify_draft(setup.sampler, logits, draft, state, ok)
+    features = features_of_outputs(aux, progress.drafter.features, *fed.shape)
+    return cache, plan, ok, samples, draft, features
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "Z n V"]) -> None:

@@ -28,6 +28,7 @@ class AttentionOptions:
 
     scale: Factor that multiplies the products of queries and keys.
     softcap: Bound c: each scaled product x becomes c * tanh(x / c). If None, there is no bound.
+    sinks: Additional logit of each query head, without a value; None for no sinks.
     keep_weights: Whether a partial softmax contains its weights, from which mass is computed.
     """
 
@@ -87,8 +88,9 @@ class OnlineSoftmax(NamedTuple):
     ) -> OnlineSoftmax:
         """Add sums over further cells; `max_logit` is the highest logit of old and new cells."""
         # `max_logit` is at least the old maximum, so the factor is at most 1 and cannot overflow.
-        down = jnp.exp(self.max_logit - max_logit)
-        return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
+        factor = jnp.exp(self.max_logit - max_logit)
+        denom, out = self.denom * factor + denom, self.out * factor[..., None] + out
+        return OnlineSoftmax(max_logit, denom, out)
 
 
 def softmax_dtype(q: Float[Array, "*_"]) -> jnp.dtype:
@@ -113,11 +115,12 @@ def mask_logits(
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
-def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
+def zero_unseen(sums: OnlineSoftmax, has_visible: Bool[Array, "P T"]) -> OnlineSoftmax:
     """Set the partial softmax to `empty_softmax` for tokens without visible cells."""
     # For these tokens, `sums` includes hidden cells, or is undefined if a kernel skipped the token.
     # For other tokens, the high logit of a visible cell removes the contribution of hidden cells.
-    return _reset_unseen(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
+    groups = sums.denom.shape[2] // has_visible.shape[1]
+    return _reset_unseen(sums, jnp.tile(has_visible, groups)[:, None])
 
 
 def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
@@ -125,12 +128,12 @@ def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
     return _reset_unseen(sums, sums.max_logit != LOWEST)
 
 
-def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Set the partial softmax to `empty_softmax` where `sees`, `[P, K or 1, X]`, is False."""
+def _reset_unseen(sums: OnlineSoftmax, has_visible: jax.Array) -> OnlineSoftmax:
+    """Set the partial softmax to `empty_softmax` where `has_visible` `[P, K or 1, X]` is False."""
     return sums._replace(
-        max_logit=jnp.where(sees, sums.max_logit, LOWEST),
-        denom=jnp.where(sees, sums.denom, 0.0),
-        out=jnp.where(sees[..., None], sums.out, 0.0),
+        max_logit=jnp.where(has_visible, sums.max_logit, LOWEST),
+        denom=jnp.where(has_visible, sums.denom, 0.0),
+        out=jnp.where(has_visible[..., None], sums.out, 0.0),
     )
 
 
@@ -145,8 +148,8 @@ def merge_softmax(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
     """Merge two partial softmaxes."""
     # The quotient out / denom does not depend on the maximum, so its derivative is left out.
     highest = jax.lax.stop_gradient(jnp.maximum(a.max_logit, b.max_logit))
-    down = jnp.exp(b.max_logit - highest)
-    return a.merge_block(highest, b.denom * down, b.out * down[..., None])
+    factor = jnp.exp(b.max_logit - highest)
+    return a.merge_block(highest, b.denom * factor, b.out * factor[..., None])
 
 
 def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
@@ -156,9 +159,9 @@ def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoft
     own_parts = [sums.max_logit[..., None], sums.denom[..., None], sums.out]
     parts = jax.lax.all_gather(jnp.concatenate(own_parts, axis=-1), axes)  # [n, P, K, X, Dv + 2]
     highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0, keepdims=True))
-    down = jnp.exp(parts[..., 0] - highest)
-    out = jnp.sum(parts[..., 2:] * down[..., None], axis=0)
-    return OnlineSoftmax(highest[0], jnp.sum(parts[..., 1] * down, axis=0), out)
+    factor = jnp.exp(parts[..., 0] - highest)
+    out = jnp.sum(parts[..., 2:] * factor[..., None], axis=0)
+    return OnlineSoftmax(highest[0], jnp.sum(parts[..., 1] * factor, axis=0), out)
 
 
 def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
@@ -199,10 +202,10 @@ def sum_weights(
     if part.weights is None:
         return None
     whole = with_sinks(whole, options.sinks)
-    down = jnp.exp(part.max_logit - whole.max_logit) / whole.denom
-    down = jnp.where(whole.denom == 0.0, 0.0, down)
-    weights, down = (x.reshape(len(x), -1, tokens, *x.shape[3:]) for x in (part.weights, down))
-    return jnp.einsum("phtn,pht->phn", weights, down)
+    factor = jnp.exp(part.max_logit - whole.max_logit) / whole.denom
+    factor = jnp.where(whole.denom == 0.0, 0.0, factor)
+    weights, factor = (x.reshape(len(x), -1, tokens, *x.shape[3:]) for x in (part.weights, factor))
+    return jnp.einsum("phtn,pht->phn", weights, factor)
 
 
 def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:

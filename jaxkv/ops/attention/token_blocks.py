@@ -42,8 +42,8 @@ def attend_by_blocks(
 
     def attend_to_block(mass: jax.Array | None, i: jax.Array) -> tuple:
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size, axis=1)
-        out, more = attend(visibility.slice_tokens(cut), *map(cut, arrays))
-        return jax.tree.map(jnp.add, mass, more), out
+        out, block_mass = attend(visibility.slice_tokens(cut), *map(cut, arrays))
+        return jax.tree.map(jnp.add, mass, block_mass), out
 
     shape = jax.eval_shape(lambda: attend(visibility, *arrays)[1])
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)

@@ -20,9 +20,9 @@ def rotate_by_hadamard(x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
     >>> rotate_by_hadamard(jnp.array([2.0, 0.0, 0.0, 4.0])).tolist()
     [3.0, -1.0, -1.0, 3.0]
     """
-    number = jnp.arange(x.shape[-1])
-    signs = 1 - 2 * (jax.lax.population_count(number[:, None] & number[None]) & 1)
-    # Signs are exact in each dtype, but some devices would round the numbers.
+    index = jnp.arange(x.shape[-1])
+    signs = 1 - 2 * (jax.lax.population_count(index[:, None] & index[None]) & 1)
+    # Signs are exact in each dtype. Without "highest", some devices would round `x`.
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     product = jnp.matmul(
         x, signs.astype(x.dtype), precision="highest", preferred_element_type=dtype

@@ -1,4 +1,4 @@
-"""Keys and values in 4 bits: two codes in a byte, with a scale for each group of 32 dimensions.
+"""Keys and values in 4 bits: two codes in a byte, and a scale for each group of 32 dimensions.
 
 Additional letters in shapes: a head has B bytes of codes, and G groups of dimensions, with one
 scale for each group. X queries share a key. C is a number of cells.
@@ -81,9 +81,9 @@ class Int4(Storage):
         scales = jnp.clip(scales, -LARGEST_SCALE, LARGEST_SCALE)
         # A compiled maximum may drop a NaN; a sum does not.
         scales = (scales + jnp.sum(x - x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
-        by = jnp.repeat(scales.astype(jnp.float32), SCALE_GROUP, axis=-1)[..., :size]
-        is_usable = jnp.abs(by) > 0  # False for NaN
-        codes = jnp.where(is_usable, x, 0) / jnp.where(is_usable, by, 1)
+        divisors = jnp.repeat(scales.astype(jnp.float32), SCALE_GROUP, axis=-1)[..., :size]
+        is_usable = jnp.abs(divisors) > 0  # False for NaN
+        codes = jnp.where(is_usable, x, 0) / jnp.where(is_usable, divisors, 1)
         codes = jnp.clip(jnp.round(codes), -8, 7).astype(jnp.int8)
         return Int4(
             packed=codes[..., ::2] & 15 | codes[..., 1::2] << 4,
