@@ -151,10 +151,10 @@ for name, rule in RULES.items():
     print(f"{name:12}", *(f"{value:6.2f}" for value in perplexity[name]))
 
 # %% [markdown]
-# A random choice is bad at once: it evicts the first tokens. Their keys take most of the weight of
-# many heads in every text (attention sinks). Without them, the softmax gives this weight to other
-# tokens. The other rules keep the first tokens: StreamingLLM by their position, H2O and SnapKV by
-# their mass.
+# A random choice is bad at once (40 to 70): it evicts the first tokens. Their keys take most of the
+# weight of many heads in every text (attention sinks). Without them, the softmax gives this weight
+# to other tokens. The other rules keep the first tokens: StreamingLLM by their position, H2O and
+# SnapKV by their mass.
 
 
 # %%
