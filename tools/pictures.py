@@ -111,7 +111,7 @@ def draw_cells(theme: str, states: States) -> str:
     _, empty, *owners, shared = COLOURS[theme]
     steps, width = list(states), 2 * LEFT + CELLS * (CELL + GAP)
     title = "Cells of a cache after each call"
-    picture = Drawing(theme, width, ROW * len(steps) + 30, title)
+    picture = Drawing(theme, width, ROW * len(steps) + 52, title)
     legend = {empty: "empty"}
     for row, (call, cache) in enumerate(steps):
         cells, top = cache.cells(), row * ROW + 6
@@ -132,6 +132,7 @@ def draw_cells(theme: str, states: States) -> str:
         picture.add_box(x, y, 14, 14, colour)
         picture.add_text(x + 20, y + 12, name, 12)
         x += 34 + 8 * len(name)
+    picture.add_text(LEFT, y + 36, "A number is the position of a token in its sequences.", 12)
     return picture.to_svg()
 
 
