@@ -52,6 +52,7 @@ class Config(language_model.Config):
     scaled: bool
     start: int
     implementation: jaxkv.ops.attention.Implementation | None = None
+    return_mass: bool = False
 
     @property
     def kv_heads(self) -> int:

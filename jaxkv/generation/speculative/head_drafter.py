@@ -139,7 +139,7 @@ def head_drafter(
       otherwise drafts are less often accepted.
 
     Raises:
-      ValueError: If `num_draft_tokens` is below 1, or `features` are not `[Z, d]`.
+      ValueError: If `num_draft_tokens` or Z is below 1, or `features` are not `[Z, d]`.
       ValueError: If the cache stores too few recurrent states, or was donated.
       TypeError: If `head` is not a function, or `features` are not floats.
 
@@ -176,6 +176,7 @@ def head_drafter(
     check_rollback(cache, num_draft_tokens, "the cache of the head")
     check_not_donated(cache, name="the cache of the head")
     batch_size, size = array.shape
+    check_count(batch_size, "number of sequences of features")
     none = jnp.full(batch_size, -1, jnp.int32)
     return HeadDrafter(
         params=params,
