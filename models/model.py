@@ -217,7 +217,7 @@ def load(
       rotate: whether caches store rotated heads by default, see `jaxkv.make_cache`.
       implementation: attention implementation, see `jaxkv.attend`. If None, jaxkv selects one.
       return_mass: whether `forward` also returns, as third result, a tuple with the attention mass
-        `[S, H, N]` of each attention layer in order, for the argument `edit` of loops.
+        `[S, H, N]` of each self-attention layer in order, for the argument `edit` of loops.
       mesh: mesh that splits the params. Run the model inside a block `with jax.set_mesh(mesh):`.
       rules: rules with the names of mesh axes. The axes in the field `kv_heads` split params. The
         axes in the field `cells` also split some of these params (see `Split.with_cells`).
