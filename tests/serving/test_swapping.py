@@ -72,9 +72,7 @@ GROUPS = replace(servers.GROUPS, cells=30, windows=(None, jaxkv.Window.sliding(4
 SWAPS = [(POOL, 10**6), (POOL, 24 * CELL), (GROUPS, 10**6)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit"), mark_cases(SWAPS, fast=SWAPS[:1], core=SWAPS[1:2]), ids=str
-)
+@pytest.mark.parametrize(("kind", "limit"), mark_cases(SWAPS, fast=SWAPS[:1]), ids=str)
 def test_swapped_requests_are_as_alone_within_the_limit(kind, limit):
     requests, computed = make_requests(), {}
     for host_bytes in (None, limit):
@@ -94,7 +92,7 @@ def test_swapped_requests_are_as_alone_within_the_limit(kind, limit):
     assert sum(computed[limit]) == prompts or limit < 10**6  # each token once
 
 
-@pytest.mark.parametrize("name", mark_cases(NAMES, fast=["granite_hybrid"], core=["gemma3"]))
+@pytest.mark.parametrize("name", mark_cases(NAMES, fast=["granite_hybrid"]))
 def test_swapped_requests_of_a_model_are_as_alone(name, monkeypatch):
     monkeypatch.setitem(swapping.FLOPS_PER_BYTE, "cpu", 1)
     model, requests = load_tiny(name), make_requests(5)
@@ -207,7 +205,7 @@ KINDS = [(POOL, [4]), (replace(servers.GROUPS, cells=40), [2, 5])]
 
 @pytest.mark.parametrize("reserve", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "holders"), mark_cases(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=str
+    ("kind", "holders"), mark_cases(KINDS, fast=KINDS[:1], core=KINDS[1:2]), ids=str
 )
 def test_engine_with_stored_prompts_in_host_memory(kind, holders, reserve):
     """Six conversations in turn, with cells for two: most continue from host memory."""
