@@ -8,8 +8,8 @@ from zlib import crc32
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxkv.core.array_utils import dtype_names
 from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.kv.buffers import Buffers
@@ -63,9 +63,9 @@ def insert(
 ) -> tuple[C, Buffers]:
     """Replace each target by its parent, a sequence of another table; skip targets of Q or more."""
     transfer = plan_insert(cells, source, parents, targets)
-    # Keys that were converted from another dtype are other numbers.
-    dtype = jnp.uint32(crc32(np.dtype(source_buffers.k[0].dtype).name.encode()))
-    stamp = chain_hashes(transfer.new_cells.stamp, dtype)
+    # Keys and values that were converted from another form are other numbers.
+    form = dtype_names((source_buffers.k, source_buffers.v)), source_buffers.rotated
+    stamp = chain_hashes(transfer.new_cells.stamp, jnp.uint32(crc32(repr(form).encode())))
     transfer = replace(transfer, new_cells=replace(transfer.new_cells, stamp=stamp))
 
     def copy_chunk(

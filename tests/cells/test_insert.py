@@ -260,13 +260,16 @@ def test_insert_converts_as_a_write_and_stores_finite_values(dtype, latent):
         assert latent or jnp.isfinite(values).all()
 
 
-def test_rewind_to_an_insert_from_another_dtype_is_refused():
-    """Sources with equal tables and other dtypes give other numbers."""
+def test_rewind_to_an_insert_from_another_form_is_refused():
+    """Sources with equal tables and other dtypes, or with rotated heads, give other numbers."""
     cache = fill_cache(0, 2)
-    sources = [fill_cache(3, kind=replace(SMALL, dtype=x)) for x in ("float32", "int8", "bfloat16")]
+    dtypes = "float32", "int8", "bfloat16", ("int8", "int4")
+    sources = [fill_cache(3, kind=replace(SMALL, dtype=dtype)) for dtype in dtypes]
+    rotated = replace(sources[1].buffers, rotated=True)
+    sources.append(jaxkv.Cache(table=sources[1].table, buffers=rotated))
     inserted = [insert(cache, source, 0, 0).cache for source in sources]
     assert_identical(sources[0].table, sources[1].table)
-    for i, j in product(range(3), repeat=2):
+    for i, j in product(range(len(sources)), repeat=2):
         assert jaxkv.rewind(inserted[i], to=inserted[j].table)[1] == (i == j)
 
 
