@@ -115,8 +115,8 @@ def make_batch(
         token of each sequence.
       valid: bool, in the shape of the batch, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
-        positions in an image. For a list of lists, pass one array for the tokens of all lists.
-        Models read the inputs from `Step.extra`. `plan_step` and loops do not accept `extra`.
+        `rope_offsets` `[B, 3]` for rotary positions of three axes. For a list of lists, pass one
+        array for the tokens of all lists. Models read the inputs from `Step.extra`.
 
     Returns:
       A `Batch`: arrays `[B]` for a list (lists of a list of lists are concatenated), or arrays
@@ -190,7 +190,7 @@ def make_batch(
         raise ValueError(
             f"expected valid tokens of at least 0, got {lowest}; padding has valid=False"
         )
-    extra_arrays = None if extra is None else _check_extra(extra, shape)
+    extra_arrays = check_extra({} if extra is None else extra, shape) or None
     return Batch(
         tokens=tokens, embeddings=embeddings, shared_with=others, extra=extra_arrays, **fields
     )
@@ -233,7 +233,8 @@ def _sequences_of_tokens(sequences: PyTree, shape: tuple[int, ...]) -> tuple[PyT
     return _split_lowest_sequence(sequences) if sequences.shape[:-1] == shape else (sequences, None)
 
 
-def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
+def check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
+    """Return additional inputs with integers of 32 bits; the axes of each begin with `shape`."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(
             f"expected extra as arrays by name, got {extra!r}; pass a dict of names to arrays"

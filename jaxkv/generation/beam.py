@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.api.edits import seq_rm, seq_select
+from jaxkv.batch import check_extra
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
@@ -27,7 +28,7 @@ from jaxkv.planning.planners import plan_next
 from jaxkv.spec import TableSpec, are_in_same_streams, check_distinct
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, PyTree
+    from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, PyTree, Shaped
 
     from jaxkv.core.types import Ids
     from jaxkv.generation.types import StopTokens
@@ -149,6 +150,7 @@ def beam(
     stop_tokens: StopTokens = (),
     sequences: Ids | None = None,
     length_penalty: Num[ArrayLike, ""] = 1.0,
+    extra: Mapping[str, PyTree] | None = None,
     donate: bool = False,
 ) -> BeamResult:
     """Search for the k most probable hypotheses of at most n tokens after a prompt.
@@ -181,6 +183,8 @@ def beam(
         other beam sequences.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
+      extra: Additional model inputs of each token of a hypothesis, by name, without an axis of
+        tokens, see `make_batch`.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:
@@ -254,7 +258,11 @@ def beam(
             f"expected fewer than 2**31 extensions of all beams, got {extensions}; pass a smaller "
             "num_beams"
         )
-    args = row, ending, ids, _check_length_penalty(length_penalty)
+    inputs = None
+    if extra is not None:
+        rows = {name: jnp.broadcast_to(x, (num_beams, *np.shape(x))) for name, x in extra.items()}
+        inputs = check_extra(rows, (num_beams,))
+    args = row, ending, ids, _check_length_penalty(length_penalty), inputs
     if is_traced(params, cache, args):
         cache, result = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
         return BeamResult(cache, *result)
@@ -320,7 +328,7 @@ def _check_sequences(
 def _build_search_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def search(
-        params: PyTree, table: CacheTable, buffers: PyTree, *args: jax.Array, num_tokens: int
+        params: PyTree, table: CacheTable, buffers: PyTree, *args: PyTree, num_tokens: int
     ) -> tuple:
         cache = merge(table, buffers)
         cache, result = _run_search(forward(), params, cache, *args, num_tokens=num_tokens)
@@ -337,6 +345,7 @@ def _run_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     sequences: Int32[Array | np.ndarray, " k"],
     length_penalty: Float[Array, ""],
+    extra: dict[str, Shaped[Array, "k ..."]] | None,
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
@@ -351,7 +360,8 @@ def _run_search(
         cache, search = carry
         table = cache.table
         token = search.living.tokens[:, search.length - 1]
-        plan = plan_next(table, token[:, None], sequences, is_filled(search.living)[:, None])
+        next_tokens = token[:, None], sequences, is_filled(search.living)[:, None]
+        plan = plan_next(table, *next_tokens, jax.tree.map(lambda x: x[:, None], extra))
         cache, logits = model_step(forward, params, cache, plan.ubatches[0])
         if logits.shape[1] != vocabulary:
             raise ValueError(

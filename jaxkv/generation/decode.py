@@ -180,7 +180,8 @@ def _decode(
     def body(carry: tuple) -> tuple:
         cache, state, samples, i = carry
         table = cache.table
-        plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
+        next_tokens = state.token[:, None], state.sequence, state.active[:, None]
+        plan = plan_next(table, *next_tokens, state.extra_of_tokens(1))
         cache, logits = model_step(forward, params, cache, plan.ubatches[0], edit=edit)
         active = state.active & plan.ok
         state, token, logprob = sample_next_tokens(sampler, logits, state, stop_tokens, active)

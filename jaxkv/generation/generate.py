@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from jaxkv.core.array_utils import is_traced, take_rows
 from jaxkv.core.validate import check_count
 from jaxkv.generation.decode import decode
 from jaxkv.generation.model_step import Edit, Forward, compiled_step
-from jaxkv.generation.padding import check_token_lists
+from jaxkv.generation.padding import check_token_lists, extra_of_lists
 from jaxkv.generation.prefill import run_plan
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import check_stop_tokens, init_decode
@@ -60,6 +60,7 @@ def generate(
     num_samples: int = 1,
     drafter: Drafter | None = None,
     edit: Edit | None = None,
+    extra: Mapping[str, PyTree] | None = None,
     on_tokens: Callable[[int, list[int]], object] | None = None,
     tokens_per_call: int = 16,
 ) -> DecodeResult:
@@ -88,6 +89,8 @@ def generate(
       drafter: A `Drafter`, which drafts several tokens of each sequence per step; see `speculate`.
       edit: Function `(cache, aux) -> cache`, called after the prompts and after each step of
         `decode`, see there; not allowed with a drafter.
+      extra: Additional model inputs of the tokens of all prompts, by name, see `make_batch`. Each
+        generated token has the inputs of the last token of its prompt.
       on_tokens: Function called with a sequence id and a list of new tokens of the sequence.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`. With
         a drafter, random samples and the counts of draft tokens depend on `tokens_per_call`.
@@ -107,7 +110,7 @@ def generate(
       ValueError: If `prompts` is one list of tokens; pass `[tokens]`.
       ValueError: If a token of a prompt or a stop token is not below the width V of the logits.
       ValueError: If a count is below 1, a seed is out of range, or the number of seeds is wrong.
-      ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
+      ValueError: If an argument with arrays is traced.
       ValueError: If `cache` has too few sequences.
       ValueError: If `make_cache`, `decode` or `speculate` would raise.
 
@@ -132,7 +135,7 @@ def generate(
         check_drafter(drafter)
         if edit is not None:
             raise ValueError("expected a drafter or an edit, got both; pass one of them")
-    if is_traced(params, prompts, cache, seed, sampler, stop_tokens):
+    if is_traced(params, prompts, extra, cache, seed, sampler, stop_tokens):
         raise ValueError(
             "expected concrete arguments of generate, got traced ones; call prefill, init_decode "
             "and decode inside of jit, and score for gradients"
@@ -156,9 +159,11 @@ def generate(
             f"expected a cache of {count} sequences, one for each sample of each prompt, got "
             f"{sequences}; make it with sequences={count}"
         )
+    inputs = extra_of_lists(extra, prompts, lists)
     cache, logits = _prefill_samples(
-        forward, params, cache, lists, num_samples, stop_tokens, edit, donate=is_own_cache
+        forward, params, cache, lists, inputs, num_samples, stop_tokens, edit, donate=is_own_cache
     )
+    last_tokens = np.repeat(np.cumsum([len(tokens) for tokens in lists]) - 1, num_samples)
     out = init_decode(
         cache,
         logits=logits,
@@ -168,6 +173,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         seed=_keys_of_samples(check_seed(seed, count), count, num_samples=num_samples),
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
+        extra=jax.tree.map(lambda x: x[last_tokens], inputs),
     )
     parts, num_remaining = [_report_tokens(out, on_tokens)], max_new_tokens - 1
     while np.asarray(out.state.active).any():
@@ -190,6 +196,7 @@ def _prefill_samples(
     params: PyTree,
     cache: Cache,
     prompts: list[np.ndarray],
+    extra: dict[str, PyTree],
     num_samples: int,
     stop_tokens: StopTokens,
     edit: Edit | None,
@@ -199,7 +206,7 @@ def _prefill_samples(
     """Compute each prompt once; return the cache and the logits of all samples."""
     count = len(prompts) * num_samples
     first = range(0, count, num_samples)
-    plan = init_batch(cache, make_batch(prompts, sequences=[*first])).check()
+    plan = init_batch(cache, make_batch(prompts, sequences=[*first], extra=extra)).check()
     # `run_plan` reuses the trace.
     args = params, cache.table, cache.buffers, plan.ubatches[0]
     *_, logits = jax.eval_shape(compiled_step(forward), *args)

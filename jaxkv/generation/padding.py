@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.batch import check_extra
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_int32
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32
+    from jaxtyping import Array, Bool, Int, Int32, PyTree
 
     from jaxkv.core.types import Tokens
     from jaxkv.generation.types import Prompts, StopTokens
@@ -64,6 +65,21 @@ def check_token_lists(
                 "with the token that begins a text, or leave it out"
             )
     return lists
+
+
+def extra_of_lists(
+    extra: Mapping[str, PyTree] | None, texts: Prompts, lists: list[Int32[np.ndarray, " _"]]
+) -> dict[str, PyTree]:
+    """Return the additional inputs of the tokens of all lists, `[B, ...]`; see `make_batch`.
+
+    The lists are the result of `check_token_lists` for the concrete texts.
+    """
+    if extra is None:
+        return {}
+    if not is_rows(texts):
+        return check_extra(extra, (sum(map(len, lists)),))
+    rows = np.asarray(texts)
+    return {name: np.asarray(x)[rows >= 0] for name, x in check_extra(extra, rows.shape).items()}
 
 
 def pad_prompts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +30,7 @@ from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, ArrayLike, Bool, Float, Int32
+    from jaxtyping import Array, ArrayLike, Bool, Float, Int32, PyTree
 
     from jaxkv.core.types import Ids
     from jaxkv.generation.types import Prompts, Seeds, StopTokens
@@ -55,6 +55,7 @@ def init_decode(
     max_new_tokens: Ids | None = None,
     seed: Seeds = 0,
     prompts: Prompts | None = None,
+    extra: Mapping[str, PyTree] | None = None,
 ) -> DecodeResult:
     """Make the initial state of sequences; sample first tokens from `logits`, or use `tokens`.
 
@@ -75,6 +76,8 @@ def init_decode(
         the draws of a sequence depend only on its seed and its start position.
       prompts: Prompt tokens of each sequence, for the penalties of a sampler: an array padded in
         front with -1, or a list of lists.
+      extra: Additional model inputs `[Z, ...]` by name, see `make_batch`. Each next token of a
+        sequence has the inputs of its sequence.
 
     Returns:
       A `DecodeResult` with the unchanged cache, the state for `decode`, and the first tokens
@@ -120,6 +123,7 @@ def init_decode(
         sampler=sampler,
         seed=seed,
         prompts=prompts,
+        extra=extra,
     )
     if tokens is not None:
         state = begin(tokens, sequences)

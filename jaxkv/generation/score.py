@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.api.edits import seq_select
-from jaxkv.batch import make_batch
+from jaxkv.batch import check_extra, make_batch
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import DROP, FILL, is_concrete, is_traced
@@ -19,9 +19,15 @@ from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.partitioning import check_sharding_rules
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.model_step import Forward, model_step
-from jaxkv.generation.padding import check_token_lists, is_rows
+from jaxkv.generation.padding import check_token_lists, extra_of_lists, is_rows
 from jaxkv.generation.sample_step import logprob_of
-from jaxkv.generation.trie import TrieLevel, trie_of_prompts, trie_of_texts
+from jaxkv.generation.trie import (
+    TrieLevel,
+    number_inputs,
+    trie_of_prompts,
+    trie_of_texts,
+    with_inputs,
+)
 from jaxkv.make import make_cache
 from jaxkv.planning.planners import init_batch
 
@@ -40,6 +46,7 @@ def score(
     prompts: SharedPrompts | None = None,
     spec: CacheSpec,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    extra: Mapping[str, PyTree] | None = None,
     sharding_rules: ShardingRules | None = None,
 ) -> Float[Array, "Z n"]:
     """Return the log-probability of each token of each text.
@@ -57,6 +64,9 @@ def score(
         text i follows prompt `i // (Z // P)`.
       spec: Spec of the new cache. Each text gets a stream with the cells that it needs.
       dtype: Dtype of keys and values, see `make_cache`. Quantised keys and values have no gradient.
+      extra: Additional model inputs by name, see `make_batch`, of the tokens of all prompts, `[B,
+        ...]` for lists and `[P, k, ...]` for an array. Each token of a text has the inputs of the
+        last token of its prompt, as in `generate`. Without prompts, inputs of the tokens of texts.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
@@ -92,20 +102,14 @@ def score(
     if sharding_rules is not None:
         check_sharding_rules(sharding_rules)
     index, is_computable = None, True
-    if is_concrete(texts, prompts):
-        lists = check_token_lists(texts, "texts", allow_empty=prompts is not None)
-        if prompts is None:
-            levels, index = trie_of_texts(lists)
-        else:
-            first = check_token_lists(prompts, "prompts")
-            _check_counts(len(first), len(lists))
-            levels = trie_of_prompts(first, lists)
+    if is_concrete(texts, prompts, extra):
+        levels, index = _levels_of_lists(texts, prompts, extra)
         largest = max(int(np.max(level.tokens)) for level in levels)
         if is_rows(texts):
             index = _index_of_rows(np.asarray(texts), levels[-1] if index is None else index)
     else:
         traced = _check_rows(texts, "texts")
-        levels, largest = _levels_of_traced_rows(traced, prompts), -1
+        levels, largest = _levels_of_traced_rows(traced, prompts, extra), -1
         index = _index_of_rows(traced, levels[-1])
         if prompts is not None:  # an empty prompt has no logits
             is_computable = jnp.any(levels[0].tokens >= 0, axis=1)
@@ -184,6 +188,7 @@ def _score_levels(
             sequences=jnp.maximum(level.sequences, 0),
             valid=valid,
             outputs=valid if level.is_scored else None,
+            extra=level.extra,
         )
         plan = init_batch(cache, batch)
         cache, logits = model_step(forward, params, cache, plan.ubatch)
@@ -246,26 +251,81 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
     return row.at[order].set(jnp.arange(order.size), **DROP).reshape(tokens.shape)
 
 
+def _levels_of_lists(
+    texts: Prompts, prompts: SharedPrompts | None, extra: Mapping[str, PyTree] | None
+) -> tuple[list[TrieLevel], Int32[np.ndarray, "Z n"] | None]:
+    """Return the levels of concrete texts, and the index of tokens if there are no prompts."""
+    lists = check_token_lists(texts, "texts", allow_empty=prompts is not None)
+    if prompts is None:
+        inputs = extra_of_lists(extra, texts, lists)
+        if not inputs:
+            return trie_of_texts(lists)
+        numbers, first = number_inputs(lists, inputs)
+        levels, index = trie_of_texts(numbers)
+        tokens = np.concatenate(lists)
+        return [with_inputs(level, tokens, inputs, first) for level in levels], index
+    shared = check_token_lists(prompts, "prompts")
+    _check_counts(len(shared), len(lists))
+    inputs = extra_of_lists(extra, prompts, shared)
+    if not inputs:
+        return trie_of_prompts(shared, lists), None
+    # Each token of a text has the inputs of the last token of its prompt.
+    last = np.repeat(np.cumsum([*map(len, shared)]) - 1, len(lists) // len(shared))
+    index = np.concatenate([np.arange(last[-1] + 1), np.repeat(last, [*map(len, lists)])])
+    inputs = {name: np.asarray(x)[index] for name, x in inputs.items()}
+    numbers, first = number_inputs([*shared, *lists], inputs)
+    levels = trie_of_prompts(numbers[: len(shared)], numbers[len(shared) :])
+    tokens = np.concatenate([*shared, *lists])
+    return [with_inputs(level, tokens, inputs, first) for level in levels], None
+
+
 def _levels_of_traced_rows(
-    texts: Int32[Array | np.ndarray, "Z n"], prompts: SharedPrompts | None
+    texts: Int32[Array | np.ndarray, "Z n"],
+    prompts: SharedPrompts | None,
+    extra: Mapping[str, PyTree] | None,
 ) -> list[TrieLevel]:
-    rows = _move_padding_to_end(texts)
-    count = rows.shape[0]
+    with_extra = _check_rows(texts if prompts is None else prompts, "prompts")
+    inputs = None if extra is None else check_extra(extra, with_extra.shape)
+    count = len(texts)
     ids = np.arange(count, dtype=np.int32)
     if prompts is None:
-        return [TrieLevel(tokens=rows, sequences=ids, parents=ids, is_scored=True)]
-    first = _move_padding_to_end(_check_rows(prompts, "prompts"))
+        rows, inputs = _move_padding_to_end(texts, inputs)
+        return [TrieLevel(tokens=rows, sequences=ids, parents=ids, extra=inputs, is_scored=True)]
+    first, inputs = _move_padding_to_end(with_extra, inputs)
+    rows, _ = _move_padding_to_end(texts, None)
     _check_counts(first.shape[0], count)
-    parents = ids // (count // first.shape[0]) * (count // first.shape[0])
+    group = count // first.shape[0]
+    parents = ids // group * group
+    last = jnp.maximum(jnp.sum(first >= 0, axis=1) - 1, 0)
+
+    def repeat_last(x: jax.Array) -> jax.Array:
+        ends = jnp.repeat(x[jnp.arange(len(x)), last], group, axis=0)
+        return jnp.broadcast_to(ends[:, None], (*rows.shape, *ends.shape[1:]))
+
     return [
-        TrieLevel(tokens=first, sequences=np.unique(parents), parents=ids, is_scored=False),
-        TrieLevel(tokens=rows, sequences=ids, parents=parents, is_scored=True),
+        TrieLevel(
+            tokens=first,
+            sequences=np.unique(parents),
+            parents=ids,
+            extra=inputs,
+            is_scored=False,
+        ),
+        TrieLevel(
+            tokens=rows,
+            sequences=ids,
+            parents=parents,
+            extra=jax.tree.map(repeat_last, inputs),
+            is_scored=True,
+        ),
     ]
 
 
-def _move_padding_to_end(rows: Int32[Array | np.ndarray, "Z n"]) -> Int32[Array, "Z n"]:
+def _move_padding_to_end(
+    rows: Int32[Array | np.ndarray, "Z n"], extra: dict[str, PyTree] | None
+) -> tuple[Int32[Array, "Z n"], dict[str, PyTree] | None]:
     order = jnp.argsort(rows < 0, axis=1, stable=True)
-    return jnp.take_along_axis(jnp.asarray(rows), order, axis=1)
+    first = jnp.arange(rows.shape[0])[:, None]
+    return jnp.asarray(rows)[first, order], jax.tree.map(lambda x: x[first, order], extra)
 
 
 def _check_spec(spec: object) -> None:

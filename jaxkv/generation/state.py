@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.batch import check_extra
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
@@ -23,7 +24,7 @@ from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec, check_distinct
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, Integer, Key, PyTree, UInt32
+    from jaxtyping import Array, Bool, Int32, Integer, Key, PyTree, Shaped, UInt32
 
     from jaxkv.core.types import Ids
     from jaxkv.generation.types import Prompts, Seeds
@@ -42,6 +43,8 @@ class DecodeState:
     key: Random key of each sequence; each draw folds `draw_index` into the key.
     draw_index: Position of the first drawn token, plus the number of draws so far.
     last_token_hash: Hash of the last cached token of each sequence, to detect edits.
+    sampler_state: State of the sampler, any pytree.
+    extra: Additional model inputs of each next token of a sequence, by name; None for none.
     """
 
     token: Int32[Array, " Z"]
@@ -53,6 +56,13 @@ class DecodeState:
     draw_index: Int32[Array, " Z"]
     last_token_hash: UInt32[Array, " Z"]
     sampler_state: PyTree
+    extra: dict[str, Shaped[Array, "Z ..."]] | None = None
+
+    def extra_of_tokens(self, count: int) -> dict[str, Shaped[Array, "Z {count} ..."]] | None:
+        """Return the additional inputs of `count` next tokens of each sequence."""
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], count, *x.shape[1:])), self.extra
+        )
 
 
 def make_decode_state(
@@ -64,6 +74,7 @@ def make_decode_state(
     sampler: Sampler,
     seed: Seeds,
     prompts: Prompts | None,
+    extra: Mapping[str, PyTree] | None = None,
 ) -> DecodeState:
     """Return the initial state; its sampler state includes `prompts`, but not `tokens`."""
     table, _ = split(cache)
@@ -95,6 +106,7 @@ def make_decode_state(
         draw_index=draw,
         last_token_hash=last_token_hash,
         sampler_state=sampler.init(_prompts_as_rows(prompts, count)),
+        extra=check_extra({} if extra is None else extra, (count,)) or None,
     )
     state = check_state(table.spec, state)
     # `jnp.asarray` would compile a program for each shape and dtype.
@@ -156,10 +168,14 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
         draw_index=check_int32(state.draw_index, "draw_index"),
         last_token_hash=state.last_token_hash,
         sampler_state=state.sampler_state,
+        extra=state.extra,
     )
     own, others = (
         [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-        for tree in (replace(state, sampler_state=None), state.sampler_state)
+        for tree in (
+            replace(state, sampler_state=None, extra=None),
+            (state.sampler_state, state.extra),
+        )
     )
     texts = (np.size(state.token),)
     if any(shape != texts for shape in own) or any(shape[:1] != texts for shape in others):

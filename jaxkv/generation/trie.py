@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +13,7 @@ from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.pytree import pytree_dataclass, static_field
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int, Int32
+    from jaxtyping import Array, Int, Int32, PyTree, Shaped
 
 
 MIN_SHARED = 16
@@ -29,11 +30,13 @@ class TrieLevel:
     tokens: padded with -1 at the end of a row.
     sequences: sequence id of each row; -1 for a row of padding.
     parents: id from which each sequence is forked before the model step.
+    extra: additional model inputs of each token by name, or None.
     """
 
     tokens: Int32[Array | np.ndarray, "R T"]
     sequences: Int32[Array | np.ndarray, " R"]
     parents: Int32[Array | np.ndarray, " Q"]
+    extra: dict[str, Shaped[Array | np.ndarray, "R T ..."]] | None = None
     is_scored: bool = static_field()
 
 
@@ -88,6 +91,43 @@ def trie_of_prompts(
     ]
     rows = [_Segment([i], i, 0, text) for i, text in enumerate(texts)]
     return [*levels, _make_level(rows, dict(enumerate(first)), count, is_scored=True)]
+
+
+def number_inputs(
+    texts: Sequence[Int32[np.ndarray, " _"]], extra: Mapping[str, PyTree]
+) -> tuple[list[Int32[np.ndarray, " _"]], Int32[np.ndarray, " U"]]:
+    """Number the distinct pairs of a token and its additional inputs.
+
+    Return the number of each token of each text, and an index of a token with each number in the
+    concatenated texts. A trie of the numbers shares a prefix if tokens and inputs are equal.
+
+    >>> texts = np.array([5, 6]), np.array([5, 6])
+    >>> [x.tolist() for x in number_inputs(texts, {"image": np.array([0, 1, 0, 2])})[0]]
+    [[0, 1], [0, 2]]
+    """
+    tokens = np.concatenate([*texts]).astype(np.int32)
+    arrays = [tokens, *(np.asarray(extra[name]) for name in sorted(extra))]
+    rows = [np.ascontiguousarray(x).reshape(tokens.size, -1).view(np.uint8) for x in arrays]
+    _, first, numbers = np.unique(
+        np.concatenate(rows, axis=1), axis=0, return_index=True, return_inverse=True
+    )
+    numbers = numbers.reshape(-1).astype(np.int32)
+    return np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), first.astype(np.int32)
+
+
+def with_inputs(
+    level: TrieLevel,
+    tokens: Int32[np.ndarray, " B"],
+    extra: Mapping[str, PyTree],
+    first: Int32[np.ndarray, " U"],
+) -> TrieLevel:
+    """Replace the numbers from `number_inputs` in a level by tokens and additional inputs."""
+    index = first[np.maximum(level.tokens, 0)]
+    return replace(
+        level,
+        tokens=np.where(level.tokens < 0, -1, tokens[index]),
+        extra={name: np.asarray(x)[index] for name, x in extra.items()},
+    )
 
 
 def _segments_by_level(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Batch, make_batch
+from jaxkv.batch import Batch, check_extra, make_batch
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import DROP, is_concrete, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
@@ -223,7 +223,12 @@ def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) 
 
 
 def plan_step(
-    cache: Cache, tokens: Tokens, *, sequences: Ids | None = None, active: Flags | None = None
+    cache: Cache,
+    tokens: Tokens,
+    *,
+    sequences: Ids | None = None,
+    active: Flags | None = None,
+    extra: Mapping[str, PyTree] | None = None,
 ) -> Plan:
     """Plan the next tokens of several sequences; every token outputs logits.
 
@@ -234,6 +239,8 @@ def plan_step(
         without active tokens is not checked.
       active: bool, or concrete 0 and 1, in the shape of `tokens`. Inactive tokens are padding and
         may be at any index. By default all tokens are active.
+      extra: additional model inputs by name, in the shape of `tokens` and any axes after it, see
+        `make_batch`.
 
     Returns:
       A plan of one ubatch, `plan.ubatch`. The ubatch has an output for each element of the
@@ -275,9 +282,11 @@ def plan_step(
             f"{shapes[0]}, {shapes[1]} and {shapes[2]}; pass one token and one sequence for each "
             "text"
         )
+    inputs = None if extra is None else check_extra(extra, shape)
     if len(shape) == 1:
         rows, valid = rows[:, None], valid[:, None]
-    return plan_next(table, *check_next_tokens(table.spec, rows, ids, valid))
+        inputs = jax.tree.map(lambda x: x[:, None], inputs)
+    return plan_next(table, *check_next_tokens(table.spec, rows, ids, valid), inputs)
 
 
 @jit_table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -67,6 +67,8 @@ class Engine:
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
       constraint: Constraint, such as a grammar, for requests with a `constraint_state`.
+      extra: Additional model inputs of each token of requests without `extra`, by name without an
+        axis of tokens, such as `{"rope_offsets": np.zeros(3, np.int32)}`; see `make_batch`.
       edit: Function `(cache, aux) -> cache`, called after each chunk of prompts and after each
         generated token, see `decode`. Requests still wait until cells for all their tokens are
         free, as without evictions.
@@ -129,6 +131,7 @@ class Engine:
         penalty_last_n: int = 64,
         max_stop_tokens: int = 4,
         constraint: Constraint | None = None,
+        extra: Mapping[str, PyTree] | None = None,
         edit: Edit | None = None,
         prefix_sequences: Iterable[int] | None = None,
         prefix_store: PrefixStore | None = None,
@@ -154,6 +157,7 @@ class Engine:
             penalty_last_n=penalty_last_n,
             max_stop_tokens=max_stop_tokens,
             constraint=constraint,
+            extra=extra,
         )
         self._runner = ModelRunner(
             forward, params, cache, edit=edit, stop_tokens=stop_tokens, limits=self._limits
@@ -200,6 +204,7 @@ class Engine:
         Raises:
           ValueError: If the prompt is empty, or a number is out of range.
           ValueError: If there are too many stop tokens, or a sampling option is not allowed.
+          ValueError: If `extra` has other names, shapes or dtypes than `extra` of the engine.
           ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
             is passed to an engine without a constraint.
           ValueError: If even an empty cache has too few cells for the prompt, or, if `reserve` is

@@ -12,7 +12,6 @@ from jaxkv.jit_helpers import jit_table
 from jaxkv.serving.copies import commit
 from jaxkv.serving.model_runner import ModelRunner
 from jaxkv.serving.prefill_chunks import PASS
-from jaxkv.serving.prefix_cache.matching import common_prefix_length
 from jaxkv.serving.prefix_cache.prompts import CachedPrompt, PrefixHit, PrefixMatch
 from jaxkv.serving.prefix_cache.store import PrefixStore
 from jaxkv.serving.request import NOTHING, RequestState
@@ -86,7 +85,8 @@ class EnginePrefixes:
         """Compile the programs of all methods."""
         if self.store:
             self.num_cells_saved_by_sharing()
-            self._runner.cache = self.store.warm_up(self._runner.cache, donate=True)
+            extra = self._runner.empty_extra(0)
+            self._runner.cache = self.store.warm_up(self._runner.cache, extra=extra, donate=True)
 
     def find_match(
         self, state: RequestState, others: Sequence[RequestState], sequence: int
@@ -98,10 +98,14 @@ class EnginePrefixes:
         """
         if self.store is None or state.swapped:
             return PrefixMatch(None, NOTHING)
-        tokens = state.all_tokens()
-        match = self.store.longest_match(self._runner.cache, tokens, sequence)
+        inputs = state.all_inputs()
+        match = self.store.longest_match(self._runner.cache, inputs, sequence)
         shared = [
-            (common_prefix_length(state.all_tokens(), tokens[:-1]), state.num_cached_tokens, state)
+            (
+                state.all_inputs().common_prefix_length(inputs[:-1]),
+                state.num_cached_tokens,
+                state,
+            )
             for state in others
         ]
         num_shared, _, nearest = max(shared, key=lambda entry: entry[:2], default=(0, 0, state))
@@ -110,9 +114,9 @@ class EnginePrefixes:
                 nearest.branch_points.add(num_shared)
                 return None
             self.store_prefix(nearest, min(num_shared, nearest.num_cached_tokens))
-            match = self.store.longest_match(self._runner.cache, tokens, sequence)
+            match = self.store.longest_match(self._runner.cache, inputs, sequence)
         lengths = [
-            common_prefix_length(prompt.tokens, tokens[:-1]) for prompt in self.store.all_prompts
+            prompt.inputs.common_prefix_length(inputs[:-1]) for prompt in self.store.all_prompts
         ]
         furthest = max([num_shared, *lengths])
         state.branch_points = {furthest} if furthest - match.hit.length > PASS else set()
@@ -138,16 +142,16 @@ class EnginePrefixes:
         """Return the number of cached tokens of a request that are also in the store."""
         if self.store is None:
             return 0
-        tokens = state.all_tokens()
-        return self.store.longest_match(self._runner.cache, tokens, state.sequence).hit.length
+        inputs = state.all_inputs()
+        return self.store.longest_match(self._runner.cache, inputs, state.sequence).hit.length
 
     def store_prefix(self, state: RequestState, length: int) -> None:
         """Store the first tokens of a request, if these tokens can be resumed."""
         if self.store is None or not length:
             return
-        tokens = state.all_tokens()[:length]
+        inputs = state.all_inputs()[:length]
         self._runner.cache, self.store, _ = self.store.store(
-            self._runner.cache, tokens, state.sequence, donate=True
+            self._runner.cache, inputs.tokens, state.sequence, extra=inputs.extra, donate=True
         )
 
     def store_finished_text(self, state: RequestState) -> None:

@@ -36,7 +36,7 @@ from jaxkv.serving.request import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped, UInt32
 
     from jaxkv.generation.types import StopTokens
 
@@ -60,6 +60,7 @@ class _ResumeOptions(TypedDict):
     max_new_tokens: Int32[np.ndarray, " Q"]
     seed: UInt32[np.ndarray, " Q"]
     prompts: Int32[np.ndarray, "Q n"]
+    extra: dict[str, Shaped[np.ndarray, "Q ..."]]
 
 
 class ModelRunner:
@@ -92,9 +93,15 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run every program once, without tokens."""
-        logits = [self._compute_chunk(empty_chunk(shape))[0] for shape in self._shapes]
+        extra = self.empty_extra(0)
+        logits = [self._compute_chunk(empty_chunk(shape, extra))[0] for shape in self._shapes]
         for sampling in sampler_variants(self._limits.sampling_options):
-            like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
+            like = Request(
+                prompt=np.zeros(1, np.int32),
+                max_new_tokens=2,
+                sampling=sampling,
+                extra=self.empty_extra(1),
+            )
             nothing = [RequestState(id=-1, request=like, tokens=[0], sequence=0)]
             self._sample_first_tokens(nothing, logits[0], max_tokens=0)
             self.generate(nothing, max_tokens=0)
@@ -105,7 +112,7 @@ class ModelRunner:
         """Run a chunk; return the number of tokens from each prompt, and sampled first tokens."""
         parts = [
             PromptPart(
-                state.sequence, state.all_tokens()[state.num_computed_tokens : state.prefill_target]
+                state.sequence, state.all_inputs()[state.num_computed_tokens : state.prefill_target]
             )
             for state in states
         ]
@@ -157,6 +164,11 @@ class ModelRunner:
         """Return the stop tokens of the engine and of a request."""
         return [*self._stop.tolist(), *np.asarray(state.request.stop_tokens).tolist()]
 
+    def empty_extra(self, count: int) -> dict[str, Shaped[np.ndarray, "{count} ..."]]:
+        """Return additional inputs of 0 for `count` tokens, by name."""
+        defaults = self._limits.extra.items()
+        return {name: np.zeros((count, *x.shape), x.dtype) for name, x in defaults}
+
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
@@ -193,15 +205,24 @@ class ModelRunner:
         stop = np.full((rows, len(self._stop) + self._limits.max_stop_tokens), -1, np.int32)
         limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
         recent = np.full((rows, last_n), -1, np.int32)
+        extra = self.empty_extra(rows)
         for state in states:
             row, stops, last = state.sequence, self.stop_tokens_of(state), state.last_tokens(last_n)
             requests[row], constraint_states[row] = state.request, state.constraint_state
             stop[row, : len(stops)] = stops
             limit[row], seed[row] = min(state.num_remaining_tokens, max_tokens), state.request.seed
             recent[row, last_n - len(last) :] = last
+            for name, x in (state.request.extra or {}).items():
+                extra[name][row] = x[-1]
         sampler = make_batch_sampler(
             requests, sampling_options=self._limits.sampling_options, penalty_last_n=last_n
         )
         if self._limits.constraint:
             sampler = make_constrained_sampler(self._limits.constraint, sampler, constraint_states)
-        return sampler, stop, {"max_new_tokens": limit, "seed": seed, "prompts": recent}
+        options: _ResumeOptions = {
+            "max_new_tokens": limit,
+            "seed": seed,
+            "prompts": recent,
+            "extra": extra,
+        }
+        return sampler, stop, options

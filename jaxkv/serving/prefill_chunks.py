@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,10 +18,11 @@ from jaxkv.core.pytree import pytree_dataclass
 from jaxkv.generation.model_step import Edit, Forward, model_step, no_edit, program_of
 from jaxkv.planning.layout import rank_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
+from jaxkv.serving.prefix_cache.prompts import ModelInputs
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int32, PyTree
+    from jaxtyping import Bool, Int32, PyTree, Shaped
 
     from jaxkv.table import CacheTable
 
@@ -47,13 +48,14 @@ class Chunk:
     sequences: Int32[np.ndarray, "R T"]
     valid: Bool[np.ndarray, "R T"]
     ends: Bool[np.ndarray, "R T"]
+    extra: dict[str, Shaped[np.ndarray, "R T ..."]]
 
 
 class PromptPart(NamedTuple):
-    """The sequence id and the remaining tokens of a prompt."""
+    """The sequence id and the remaining inputs of a prompt."""
 
     sequence: int
-    tokens: Int32[np.ndarray, " n"]
+    inputs: ModelInputs
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
@@ -99,12 +101,12 @@ def cut_chunk(
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:
-            return [min(len(part.tokens), shape.tokens) for part in parts[: shape.rows]]
-        lengths = [len(part.tokens) for part in parts]
+            return [min(len(part.inputs), shape.tokens) for part in parts[: shape.rows]]
+        lengths = [len(part.inputs) for part in parts]
         return np.diff(np.minimum(np.cumsum(lengths), shape.tokens), prepend=0).tolist()
 
     def cost_of_shape(shape: ChunkShape) -> int:
-        rest = [len(part.tokens) for part in parts]
+        rest = [len(part.inputs) for part in parts]
         for i, n in enumerate(chunk_lengths(shape)):
             rest[i] -= n
         if not spec.single_sequence_rows:
@@ -115,26 +117,29 @@ def cut_chunk(
     lengths = tuple(shape.tokens for shape in shapes if shape.rows == 1)
     shape = min(shapes, key=cost_of_shape)
     counts = chunk_lengths(shape)
-    chunk = empty_chunk(shape)
+    chunk = empty_chunk(shape, parts[0].inputs[:0].extra)
     place = 0
     for row, (part, n) in enumerate(zip(parts, counts, strict=False)):
         where = (row, slice(n)) if spec.single_sequence_rows else (0, slice(place, place + n))
-        chunk.tokens[where] = part.tokens[:n]
+        chunk.tokens[where] = part.inputs.tokens[:n]
+        for name, x in part.inputs.extra.items():
+            chunk.extra[name][where] = x[:n]
         chunk.sequences[where] = part.sequence
         chunk.valid[where] = True
-        if n == len(part.tokens):
+        if n == len(part.inputs):
             chunk.ends[where[0], where[1].stop - 1] = True
         place += n
     return chunk, counts + [0] * (len(parts) - len(counts))
 
 
-def empty_chunk(shape: ChunkShape) -> Chunk:
-    """Return a chunk of padding only."""
+def empty_chunk(shape: ChunkShape, extra: Mapping[str, Shaped[np.ndarray, "0 ..."]]) -> Chunk:
+    """Return a chunk of padding only; `extra` has the additional inputs of no token."""
     return Chunk(
         tokens=np.zeros(shape, np.int32),
         sequences=np.zeros(shape, np.int32),
         valid=np.zeros(shape, bool),
         ends=np.zeros(shape, bool),
+        extra={name: np.zeros((*shape, *x.shape[1:]), x.dtype) for name, x in extra.items()},
     )
 
 
@@ -157,6 +162,7 @@ def _build_chunk_program(
             sequences=chunk.sequences.reshape(-1),
             valid=chunk.valid.reshape(-1),
             outputs=chunk.ends.reshape(-1),
+            extra=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), chunk.extra),
         )
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
         num_outputs = shape[0] if table.spec.single_sequence_rows else count

@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxkv.batch import check_extra
 from jaxkv.cache import Cache
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.constraints import Constraint, check_constraint, check_initial_state
 from jaxkv.generation.filters import OPTIONS, FilterSampler, make_sampler
 from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.planning.planners import check_ubatch_size
-from jaxkv.serving.prefix_cache.prompts import CachedPrompt, HostPrompt, MissReason, PrefixHit
+from jaxkv.serving.prefix_cache.prompts import (
+    CachedPrompt,
+    HostPrompt,
+    MissReason,
+    ModelInputs,
+    PrefixHit,
+)
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int32, Num, PyTree
+    from jaxtyping import Bool, Float, Int32, Num, PyTree, Shaped
 
     from jaxkv.generation.types import StopTokens
 
@@ -57,6 +64,8 @@ class Request:
     max_new_tokens: Maximum number of tokens to generate, at least 1.
     stop_tokens: Tokens that end the request, in addition to the stop tokens of the engine.
     seed: Seed of the draws. A draw depends only on the seed and the position.
+    extra: Additional model inputs `[n, ...]` of the prompt by name, see `Engine`. Each generated
+      token has the inputs of the last token of the prompt.
     sampling: Options of `generation.make_sampler`, one number for each option; greedy by default.
     constraint_state: State of the engine's `Constraint` after the prompt; None for no constraint.
     tag: Any value, returned with the result.
@@ -66,6 +75,7 @@ class Request:
     max_new_tokens: int
     stop_tokens: StopTokens = ()
     seed: int = 0
+    extra: Mapping[str, PyTree] | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     constraint_state: PyTree = None
     tag: Any = None
@@ -154,9 +164,10 @@ class RequestState:
         if not self.tokens:
             self.prefix_hit = hit
 
-    def all_tokens(self) -> Int32[np.ndarray, " n"]:
-        """Return the tokens of the prompt and the generated tokens."""
-        return np.append(self.request.prompt, np.asarray(self.tokens, np.int32))
+    def all_inputs(self) -> ModelInputs:
+        """Return the tokens of the prompt and the generated tokens, and their additional inputs."""
+        prompt, extra = self.request.prompt, self.request.extra
+        return ModelInputs(tokens=prompt, extra=extra or {}).append(self.tokens)
 
     def last_tokens(self, count: int) -> list[int]:
         """Return the last `count` tokens, or all tokens if there are fewer."""
@@ -176,7 +187,10 @@ class RequestState:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Limits of requests, from arguments of `Engine`; the limits determine program shapes."""
+    """Limits of requests, from arguments of `Engine`; the limits determine program shapes.
+
+    extra: Additional model inputs of a token of a request without `extra`, by name.
+    """
 
     prefill_chunk: int
     tokens_per_step: int
@@ -184,6 +198,7 @@ class EngineConfig:
     penalty_last_n: int
     max_stop_tokens: int
     constraint: Constraint | None = None
+    extra: Mapping[str, Shaped[np.ndarray, " *x"]]
 
 
 def check_config(
@@ -195,6 +210,7 @@ def check_config(
     penalty_last_n: int,
     max_stop_tokens: int,
     constraint: Constraint | None,
+    extra: Mapping[str, PyTree] | None,
 ) -> EngineConfig:
     """Return checked limits of an engine; the arguments are those of `Engine`."""
     max_chunk = check_ubatch_size(spec, None)
@@ -218,6 +234,7 @@ def check_config(
         penalty_last_n=check_count(penalty_last_n, "penalty_last_n"),
         max_stop_tokens=check_count(max_stop_tokens, "max_stop_tokens", low=0),
         constraint=None if constraint is None else check_constraint(constraint),
+        extra={k: np.asarray(x) for k, x in check_extra(extra or {}, ()).items()},
     )
 
 
@@ -272,12 +289,36 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
     return replace(
         request,
         prompt=prompt,
+        extra=_check_extra(request.extra, limits.extra, prompt.size),
         max_new_tokens=max_new_tokens,
         stop_tokens=stop_tokens,
         seed=seed,
         sampling=sampling,
         constraint_state=state,
     )
+
+
+def _check_extra(
+    extra: Mapping[str, PyTree] | None, defaults: Mapping[str, Shaped[np.ndarray, " *x"]], n: int
+) -> dict[str, Shaped[np.ndarray, "n ..."]]:
+    """Return additional inputs of all n tokens of a prompt, with defaults for missing names."""
+    arrays = check_extra({} if extra is None else extra, (n,))
+    if unknown := sorted(arrays.keys() - defaults.keys()):
+        raise ValueError(
+            f"expected extra of {', '.join(defaults) or 'no name'}, got {unknown[0]!r}; make "
+            "the engine with its value for other requests in extra="
+        )
+    for name, array in arrays.items():
+        expected, actual = ((x.dtype, x.shape) for x in (defaults[name], array[0]))
+        if expected != actual:
+            raise ValueError(
+                f"expected extra[{name!r}] of dtype and shape {expected} for each token, as in the "
+                f"engine, got {actual}; cast and reshape it"
+            )
+    return {
+        name: np.asarray(arrays.get(name, np.broadcast_to(value, (n, *value.shape))))
+        for name, value in defaults.items()
+    }
 
 
 def make_batch_sampler(

@@ -9,6 +9,7 @@ import pytest
 import jaxkv
 from jaxkv.serving.engine import Engine, FinishReason, Request
 from jaxkv.serving.prefill_chunks import PromptPart, chunk_shapes, cut_chunk
+from jaxkv.serving.prefix_cache.prompts import ModelInputs
 from jaxkv.serving.request import check_config, make_batch_sampler
 from tests.helpers.caches import Kind, attention_cache
 from tests.serving import servers
@@ -112,7 +113,8 @@ def test_request_waits_for_the_cells_of_a_chunk_in_a_window():
 
 def test_chunk_costs_are_summed_over_prompts():
     spec = Kind("streams", cells=64, sequences=3, streams=3).make().table.spec
-    parts = [PromptPart(i, np.arange(n, dtype=np.int32)) for i, n in enumerate((16, 8, 8))]
+    texts = [ModelInputs(tokens=np.arange(n, dtype=np.int32)) for n in (16, 8, 8)]
+    parts = [PromptPart(i, text) for i, text in enumerate(texts)]
     chunk, counts = cut_chunk(spec, chunk_shapes(spec, 32), parts)
     assert chunk.valid.shape == (3, 8) and counts == [8, 8, 8]
 

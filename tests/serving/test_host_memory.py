@@ -12,8 +12,8 @@ from jaxkv.cache import merge, split
 from jaxkv.core.array_utils import nbytes
 from jaxkv.serving import MissReason as Miss
 from jaxkv.serving import PrefixStore
-from jaxkv.serving.prefix_cache.matching import common_prefix_length, find_miss_reasons
-from jaxkv.serving.prefix_cache.prompts import PrefixHit, PrefixStats
+from jaxkv.serving.prefix_cache.matching import find_miss_reasons
+from jaxkv.serving.prefix_cache.prompts import ModelInputs, PrefixHit, PrefixStats
 from tests.generation.tiny import assert_sound, load_tiny
 from tests.helpers.caches import GROUPS, Kind, assert_identical, drawing
 from tests.helpers.parametrize import mark_cases
@@ -25,6 +25,10 @@ POOL = Kind("pool", cells=40, sequences=6)
 CELL = 2 * 2 * 2 * 4 * 4  # bytes: layers, keys and values, heads, numbers of a head, float32
 FROM_HOST = True
 NAMES = ["llama_tied", "gemma3", "mamba2", "granite_hybrid"]
+
+
+def inputs_of(tokens):
+    return ModelInputs(tokens=np.array(tokens, np.int32))
 
 
 def texts_of(prompts):
@@ -57,7 +61,7 @@ def test_prompt_from_host_gives_equal_logits_and_earlier_stores_stay_valid(name)
         some, one, hit = one.fork(some, [*prompt, 1, 2], 1)
         assert hit == PrefixHit(20, Miss.NONE, from_host)
         (kept,) = one.prompts
-        assert not find_miss_reasons(some, 1, np.array(prompt, np.int32))[-1]
+        assert not find_miss_reasons(some, 1, inputs_of(prompt))[-1]
         assert kept.sequence == 3 and one.num_host_bytes == 0
         some, logits = compute(model, some, [1, 2], 1)
         wanted = logits if wanted is None else wanted
@@ -158,11 +162,11 @@ def test_random_prompts_with_host_memory_keep_the_limits(seed):
     for _ in range(25):
         text = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
         common = [
-            common_prefix_length(prompt.tokens, np.array(text[:-1], np.int32))
+            prompt.inputs.common_prefix_length(inputs_of(text[:-1]))
             for prompt in server.store.all_prompts
         ]
         assert server.ask(text, 0).length == max(common, default=0)
-        assert find_miss_reasons(server.cache, 0, np.array(text, np.int32))[-1] == Miss.NONE
+        assert find_miss_reasons(server.cache, 0, inputs_of(text))[-1] == Miss.NONE
         if rng.random() < 0.8:
             server.remember(text)
         server.forget()

@@ -70,7 +70,9 @@ class ModelDrafter(Drafter):
             i: jax.Array,
         ) -> tuple:
             cache, adjusting, _, going, _ = carry
-            extra = None if features is None else {"features": features}
+            extra = state.extra_of_tokens(tokens.shape[1])
+            if features is not None:
+                extra = {**(extra or {}), "features": features}
             plan = plan_next(cache.table, tokens, state.sequence, valid & going[:, None], extra)
             ubatch = plan.ubatches[0]
             cache, logits, aux = run_model(self.forward, self.params, cache, ubatch)

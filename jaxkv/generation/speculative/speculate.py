@@ -414,7 +414,7 @@ def _feed_draft(
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
-    plan = plan_next(table, fed, state.sequence, valid)
+    plan = plan_next(table, fed, state.sequence, valid, state.extra_of_tokens(fed.shape[1]))
     cache, logits, aux = run_model(setup.forward, setup.params, progress.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(draft, logits)
@@ -439,7 +439,7 @@ def _feed_branches(
     state, sequences = progress.state, setup.sequences
     assert sequences is not None
     table = token_tree.fork_branches(progress.cache.table, sequences, state.sequence)
-    plan = token_tree.plan_tree(table, state.token, draft, active, sequences)
+    plan = token_tree.plan_tree(table, state, draft, active, sequences)
     cache = merge(table, progress.cache.buffers)
     cache, logits = model_step(setup.forward, setup.params, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)

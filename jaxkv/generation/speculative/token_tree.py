@@ -12,6 +12,7 @@ from jaxkv.batch import make_batch
 from jaxkv.core.array_utils import DROP, divmod_nonnegative
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.generation.speculative.drafters import DraftTokens
+from jaxkv.generation.state import DecodeState
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
 from jaxkv.planning.checks import token_sequence_pairs
@@ -102,7 +103,7 @@ def fork_branches(
 @jit_table
 def plan_tree(
     table: CacheTable,
-    token: Int32[Array, " Z"],
+    state: DecodeState,
     draft: DraftTokens,
     active: Bool[Array, " Z"],
     sequences: Int32[Array, "Z k"],
@@ -115,18 +116,22 @@ def plan_tree(
     the first of these branches is defined.
     """
     texts, branches, length = draft.tokens.shape
+    count = 1 + branches * length
     nodes = find_tree_nodes(draft)
     ids = jnp.where(sequences < table.spec.sequences, sequences, -1)
     # Axes: text, branch, token, sequence of the token. A token belongs to each branch that shares
     # it.
     sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
     flat = make_batch(
-        jnp.concatenate([token[:, None], draft.tokens.reshape(texts, -1)], axis=1).reshape(-1),
+        jnp.concatenate([state.token[:, None], draft.tokens.reshape(texts, -1)], axis=1).reshape(
+            -1
+        ),
         sequences=jnp.concatenate([ids[:, None], sets], axis=1).reshape(-1, branches),
         valid=jnp.concatenate([active[:, None], nodes.first.reshape(texts, -1)], axis=1).reshape(
             -1
         ),
-        outputs=jnp.ones(texts * (1 + branches * length), bool),
+        outputs=jnp.ones(texts * count, bool),
+        extra=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.extra_of_tokens(count)),
     )
     index = _lay_out_trees(table.spec, texts, branches, length)
     plan = plan_single_ubatch(

@@ -45,7 +45,7 @@ class TreeDraftModel(DraftModel):
         going = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = going[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(going)], axis=1)
-        plan = plan_next(table, tokens, state.sequence, valid)
+        plan = plan_next(table, tokens, state.sequence, valid, state.extra_of_tokens(2))
         cache, logits = model_step(self.forward, self.params, self.cache, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
         first = adjust_logits(sampler, logits, state.sampler_state)
@@ -71,7 +71,7 @@ class TreeDraftModel(DraftModel):
             cache, adjusting, token, going = carry
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
-            plan = plan_next(cache.table, *fed)
+            plan = plan_next(cache.table, *fed, extra)
             cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
@@ -85,6 +85,9 @@ class TreeDraftModel(DraftModel):
             return (cache, adjusting, token, going), (token, going, adjusted)
 
         branches = jnp.arange(self.num_branches, dtype=jnp.int32)
+        extra = jax.tree.map(
+            lambda x: jnp.repeat(x[:, None], self.num_branches, axis=0), state.extra
+        )
         carry = cache, adjusting, token, going
         carry, rest = jax.lax.scan(
             draft_next_tokens, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)

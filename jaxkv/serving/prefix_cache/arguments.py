@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from jaxkv.batch import check_extra
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_int32
+from jaxkv.serving.prefix_cache.prompts import ModelInputs
 from jaxkv.spec import TableSpec, check_distinct
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32
+    from jaxtyping import PyTree
 
     from jaxkv.core.types import Ids
 
@@ -47,12 +49,13 @@ def check_sequences(cache: Cache, sequences: Iterable[int]) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 
-def check_prompt(tokens: Ids) -> Int32[np.ndarray, " n"]:
-    """Return a copy of the tokens of a prompt; raise a ValueError if the prompt is empty."""
+def check_prompt(tokens: Ids, extra: Mapping[str, PyTree] | None) -> ModelInputs:
+    """Return copies of the inputs of a prompt; raise a ValueError if the prompt is empty."""
     prompt = np.array(check_int32(tokens, "tokens"), np.int32)
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(
             f"expected tokens [n] of one prompt of at least one token, got the shape "
             f"{prompt.shape}; pass one list of token ids"
         )
-    return prompt
+    arrays = check_extra({} if extra is None else extra, prompt.shape)
+    return ModelInputs(tokens=prompt, extra={name: np.array(x) for name, x in arrays.items()})

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from jaxkv.cache import Cache
 from jaxkv.serving.copies import copy_to_host
 from jaxkv.serving.prefix_cache.matching import (
-    common_prefix_length,
     find_miss_reasons,
     resumes_wherever,
 )
-from jaxkv.serving.prefix_cache.prompts import CachedPrompt, HostPrompt
-
-if TYPE_CHECKING:
-    import numpy as np
-    from jaxtyping import Int32
+from jaxkv.serving.prefix_cache.prompts import CachedPrompt, HostPrompt, ModelInputs
 
 P = TypeVar("P", CachedPrompt, HostPrompt)
 
@@ -43,28 +38,26 @@ class HostPrompts:
         """Number of bytes of all prompts."""
         return sum(prompt.num_bytes for prompt in self.prompts)
 
-    def add(
-        self, cache: Cache, prompt: CachedPrompt
-    ) -> tuple[HostPrompts, list[Int32[np.ndarray, " n"]]]:
+    def add(self, cache: Cache, prompt: CachedPrompt) -> tuple[HostPrompts, list[ModelInputs]]:
         """Copy a prompt from a sequence of a cache to host memory.
 
         The prompt is not copied if a longer prompt in host memory replaces it, or if it is larger
         than `max_bytes`.
 
         Returns:
-          The next list, and the tokens of each prompt that is not in host memory any more: of the
+          The next list, and the inputs of each prompt that is not in host memory any more: of the
           least recently used prompts, or of a prompt that is too large.
         """
         if not self.max_bytes:
-            return self, [prompt.tokens]
-        reasons = find_miss_reasons(cache, prompt.sequence, prompt.tokens)
+            return self, [prompt.inputs]
+        reasons = find_miss_reasons(cache, prompt.sequence, prompt.inputs)
         for past in self.prompts:
             if _is_prefix(prompt, past) and resumes_wherever(past.miss_reasons, reasons):
                 return self.touch(past), []
         copied = copy_to_host(cache, prompt.sequence, max_bytes=self.max_bytes)
         if copied is None:
-            return self, [prompt.tokens]
-        new = HostPrompt(tokens=prompt.tokens, miss_reasons=reasons, cache=copied)
+            return self, [prompt.inputs]
+        new = HostPrompt(inputs=prompt.inputs, miss_reasons=reasons, cache=copied)
         kept = [
             past
             for past in self.prompts
@@ -72,7 +65,7 @@ class HostPrompts:
         ]
         dropped = []
         while sum(past.num_bytes for past in kept) + new.num_bytes > self.max_bytes:
-            dropped.append(kept.pop(0).tokens)
+            dropped.append(kept.pop(0).inputs)
         return replace(self, prompts=(*kept, new)), dropped
 
     def without(self, prompt: HostPrompt) -> HostPrompts:
@@ -85,9 +78,9 @@ class HostPrompts:
 
 
 def move_to_end(prompts: tuple[P, ...], prompt: CachedPrompt | HostPrompt) -> tuple[P, ...]:
-    """Move the prompt with the same array of tokens to the end, in whichever memory it was."""
-    return tuple(sorted(prompts, key=lambda past: past.tokens is prompt.tokens))
+    """Move the prompt with the same object `inputs` to the end, in whichever memory it was."""
+    return tuple(sorted(prompts, key=lambda past: past.inputs is prompt.inputs))
 
 
 def _is_prefix(prompt: CachedPrompt | HostPrompt, other: CachedPrompt | HostPrompt) -> bool:
-    return common_prefix_length(prompt.tokens, other.tokens) == prompt.tokens.size
+    return prompt.inputs.common_prefix_length(other.inputs) == len(prompt.inputs)

@@ -21,12 +21,13 @@ from jaxkv.serving.prefix_cache.prompts import (
     CachedPrompt,
     HostPrompt,
     MissReason,
+    ModelInputs,
     PrefixHit,
     PrefixMatch,
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, Num, UInt8, UInt32
+    from jaxtyping import Array, Bool, Int32, PyTree, Shaped, UInt8, UInt32
 
     from jaxkv.kv.table import CellTable
     from jaxkv.recurrent.table import StateTable
@@ -36,26 +37,20 @@ BLOCK = 1024
 """Number of positions that a program checks in one call; long prompts need several calls."""
 
 
-def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.ndarray, " m"]) -> int:
-    """Return the length of the common prefix of two lists of tokens."""
-    size = min(tokens.size, other_tokens.size)
-    differences = np.flatnonzero(tokens[:size] != other_tokens[:size])
-    return int(differences[0]) if differences.size else size
-
-
-def find_miss_reasons(
-    cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
-) -> UInt8[np.ndarray, " n+1"]:
+def find_miss_reasons(cache: Cache, seq: int, inputs: ModelInputs) -> UInt8[np.ndarray, " n+1"]:
     """Return a `MissReason` for each prefix length, NONE if the prefix can be resumed."""
-    last = tokens.size
+    last = len(inputs)
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
-    padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
+    rest = (0, starts[-1] + BLOCK - last)
+    padded = jax.tree.map(
+        lambda x: np.pad(x, [rest] + [(0, 0)] * (x.ndim - 1)), (inputs.tokens, {**inputs.extra})
+    )
     found = np.full(last + 1, MissReason.NONE, np.uint8)
     for table in iterate_part_tables(cache.table):
         blocks, total = [], jnp.uint32(0)
         for start in starts:
             *block, total = _resumable_in_block(
-                table, np.int32(seq), padded[start : start + BLOCK], start, total
+                table, np.int32(seq), *_cut_block(padded, int(start)), start, total
             )
             blocks.append(block)
         can_resume, whole, same = (
@@ -87,20 +82,25 @@ def resumes_wherever(
     )
 
 
+def _cut_block(arrays: PyTree, start: int) -> PyTree:
+    """Return the entries of arrays for the block of positions from `start` on."""
+    return jax.tree.map(lambda x: x[start : start + BLOCK], arrays)
+
+
 def find_longest_match(
     cache: Cache,
     prompts: Sequence[CachedPrompt | HostPrompt],
-    evicted: Sequence[Int32[np.ndarray, " _"]],
-    tokens: Int32[np.ndarray, " _"],
+    evicted: Sequence[ModelInputs],
+    inputs: ModelInputs,
     near: Collection[int],
 ) -> PrefixMatch:
-    """Return the prompt that shares the longest resumable prefix with given tokens.
+    """Return the prompt that shares the longest resumable prefix with given inputs.
 
     Of equally long prefixes, the result is one in the cache, then one in the sequences `near`, then
     the first.
     """
-    begin = tokens[:-1]
-    agreeing = [(common_prefix_length(prompt.tokens, begin), prompt) for prompt in prompts]
+    begin = inputs[:-1]
+    agreeing = [(prompt.inputs.common_prefix_length(begin), prompt) for prompt in prompts]
     agreeing = [(common, prompt) for common, prompt in agreeing if common]
     agreeing.sort(key=lambda pair: (pair[0], *_preference(pair[1], near)), reverse=True)
     source, best, miss = None, (0, True), MissReason.UNKNOWN  # a length, and whether in the cache
@@ -109,7 +109,7 @@ def find_longest_match(
         if (common, in_cache) <= best:
             break
         reasons = (
-            find_miss_reasons(cache, prompt.sequence, prompt.tokens[:common])
+            find_miss_reasons(cache, prompt.sequence, prompt.inputs[:common])
             if isinstance(prompt, CachedPrompt)
             else prompt.miss_reasons[: common + 1]
         )
@@ -120,7 +120,7 @@ def find_longest_match(
     longest = agreeing[0][0] if agreeing else 0
     if best[0] == longest > 0:
         miss = MissReason.NONE
-    if max((common_prefix_length(text, begin) for text in evicted), default=0) > longest:
+    if max((text.common_prefix_length(begin) for text in evicted), default=0) > longest:
         miss = MissReason.EVICTED
     return PrefixMatch(source, PrefixHit(best[0], miss, isinstance(source, HostPrompt)))
 
@@ -140,6 +140,7 @@ def _resumable_in_block(
     table: CellTable | StateTable,
     seq: Int32[Array, ""],
     tokens: Int32[Array, " block"],
+    extra: dict[str, Shaped[Array, "block ..."]],
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
@@ -147,14 +148,16 @@ def _resumable_in_block(
 
     Mask 1 is True if the sequence can be resumed at the position. Mask 2 is True if the sequence
     has all tokens before the position. Mask 3 is False if the sequence has, at the position, a
-    token that differs from the one in `tokens`. The argument `before` is the sum of the token
-    hashes of all earlier blocks.
+    token that differs from the one in `tokens`, or has other additional inputs than in `extra`. The
+    argument `before` is the sum of the token hashes of all earlier blocks.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     is_reachable = positions <= table.seq_pos_max(seq) + 1
     can_resume = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
     can_resume = (positions == 0) | (is_reachable & can_resume)
-    hashes = chain_hashes(hash_contents(tokens, None), positions)
+    # `hash_contents` hashes rows `[R, T]`.
+    contents = hash_contents(*jax.tree.map(lambda x: x[None], (tokens, None, extra)))[0]
+    hashes = chain_hashes(contents, positions)
     total = before + jnp.cumsum(hashes, dtype=jnp.uint32)
     if isinstance(table, States):
         place = stream_of(table, seq), table.cell[seq]

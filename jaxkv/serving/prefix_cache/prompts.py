@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.core.array_utils import nbytes
 
 if TYPE_CHECKING:
-    import numpy as np
-    from jaxtyping import Int32, UInt8
+    from jaxtyping import Int32, Shaped, UInt8
 
 
 class MissReason(IntEnum):
@@ -49,25 +51,70 @@ class PrefixHit(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ModelInputs:
+    """Tokens from position 0 on, and their additional model inputs by name, see `make_batch`."""
+
+    tokens: Int32[np.ndarray, " n"]
+    extra: Mapping[str, Shaped[np.ndarray, "n ..."]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.tokens.size
+
+    def __getitem__(self, part: slice) -> ModelInputs:
+        extra = {name: x[part] for name, x in self.extra.items()}
+        return ModelInputs(tokens=self.tokens[part], extra=extra)
+
+    def append(self, tokens: Sequence[int]) -> ModelInputs:
+        """Return the inputs with further tokens, which have the additional inputs of the last."""
+        index = np.minimum(np.arange(len(self) + len(tokens)), len(self) - 1)
+        return ModelInputs(
+            tokens=np.append(self.tokens, np.asarray(tokens, np.int32)),
+            extra={name: x[index] for name, x in self.extra.items()},
+        )
+
+    def common_prefix_length(self, other: ModelInputs) -> int:
+        """Return the length of the common prefix with other inputs."""
+        size = min(len(self), len(other))
+        differs = self.tokens[:size] != other.tokens[:size]
+        if self.extra.keys() != other.extra.keys():
+            return 0
+        for name, x in self.extra.items():
+            rows = x[:size] != other.extra[name][:size]
+            differs = differs | rows.reshape(size, -1).any(axis=1)
+        differences = np.flatnonzero(differs)
+        return int(differences[0]) if differences.size else size
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CachedPrompt:
-    """A stored prompt: its tokens from position 0 on, and the id of its sequence."""
+    """A stored prompt: its inputs, and the id of its sequence."""
 
     sequence: int
-    tokens: Int32[np.ndarray, " n"]
+    inputs: ModelInputs
+
+    @property
+    def tokens(self) -> Int32[np.ndarray, " n"]:
+        """The tokens from position 0 on."""
+        return self.inputs.tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostPrompt:
     """A stored prompt in host memory.
 
-    tokens: The tokens from position 0 on.
-    miss_reasons: The result of `find_miss_reasons` for the tokens.
+    inputs: The inputs of the prompt.
+    miss_reasons: The result of `find_miss_reasons` for the inputs.
     cache: A cache with the prompt in sequence 0; its buffers are in host memory.
     """
 
-    tokens: Int32[np.ndarray, " n"]
+    inputs: ModelInputs
     miss_reasons: UInt8[np.ndarray, " n+1"]
     cache: Cache
+
+    @property
+    def tokens(self) -> Int32[np.ndarray, " n"]:
+        """The tokens from position 0 on."""
+        return self.inputs.tokens
 
     @property
     def num_bytes(self) -> int:

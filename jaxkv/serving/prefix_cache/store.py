@@ -13,7 +13,7 @@ from jaxkv.api.edits import seq_cp, seq_keep, seq_rm
 from jaxkv.api.insert import insert
 from jaxkv.cache import Cache
 from jaxkv.core.constants import END
-from jaxkv.core.validate import check_count, check_int32
+from jaxkv.core.validate import check_count
 from jaxkv.serving.copies import can_copy, can_insert, check_host_bytes, warm_up_copies
 from jaxkv.serving.prefix_cache.arguments import (
     check_prompt,
@@ -22,7 +22,6 @@ from jaxkv.serving.prefix_cache.arguments import (
 )
 from jaxkv.serving.prefix_cache.host_prompts import HostPrompts, move_to_end
 from jaxkv.serving.prefix_cache.matching import (
-    common_prefix_length,
     find_longest_match,
     find_miss_reasons,
     resumes_wherever,
@@ -31,6 +30,7 @@ from jaxkv.serving.prefix_cache.prompts import (
     CachedPrompt,
     HostPrompt,
     MissReason,
+    ModelInputs,
     PrefixHit,
     PrefixMatch,
     PrefixStats,
@@ -38,7 +38,7 @@ from jaxkv.serving.prefix_cache.prompts import (
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32
+    from jaxtyping import PyTree
 
     from jaxkv.core.types import Id, Ids
 
@@ -53,15 +53,14 @@ class PrefixStore:
 
     The methods `fork`, `store` and `evict` return a new cache and a new store. Use the new store
     only with the new cache; the earlier store stays valid for the earlier cache. Only methods of
-    the store may edit the sequences of the store. Prompts are compared by token ids: assign an id
-    to each image or other model input. Methods raise a ValueError if a cache is traced, or has
-    another spec than the store.
+    the store may edit the sequences of the store. Prompts are compared by token ids and `extra`.
+    Methods raise a ValueError if a cache is traced, or has another spec than the store.
 
     With `host_bytes`, an evicted prompt moves to host memory, and `fork` copies it back. An earlier
     store still has its own prompts in host memory.
 
     prompts: The stored prompts in the cache, least recently used first.
-    evicted: Tokens of the last `len(sequences)` prompts that were evicted and are not in host
+    evicted: Inputs of the last `len(sequences)` prompts that were evicted and are not in host
       memory, most recently evicted last.
     stats: Counts of hits, misses and evictions (`PrefixStats`).
 
@@ -71,7 +70,7 @@ class PrefixStore:
     sequences: tuple[int, ...]
     cells: int
     prompts: tuple[CachedPrompt, ...]
-    evicted: tuple[Int32[np.ndarray, " n"], ...]
+    evicted: tuple[ModelInputs, ...]
     stats: PrefixStats
     _host: HostPrompts
     _spec: TableSpec
@@ -139,7 +138,15 @@ class PrefixStore:
         """Number of bytes of host memory that the store uses."""
         return self._host.num_bytes
 
-    def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
+    def fork(
+        self,
+        cache: Cache,
+        tokens: Ids,
+        seq: Id,
+        *,
+        extra: Mapping[str, PyTree] | None = None,
+        donate: bool = False,
+    ) -> PrefixResult:
         """Fork the longest stored prefix of a prompt into a sequence.
 
         After the fork, the sequence contains only the first `hit.length` tokens of the prompt.
@@ -154,6 +161,7 @@ class PrefixStore:
           cache: The cache of the store.
           tokens: `[n]`. The whole prompt.
           seq: Id of a sequence that is not in the store. Its old tokens are removed.
+          extra: Additional model inputs `[n, ...]` of the tokens by name, see `make_batch`.
           donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
 
         Returns:
@@ -187,10 +195,18 @@ class PrefixStore:
           >>> store.fork(cache, [1, 2, 9], seq=1).hit
           PrefixHit(length=2, miss=<MissReason.NONE: 0>, from_host=True)
         """
-        text, to = self._check_tokens(cache, tokens, seq)
+        text, to = self._check_inputs(cache, tokens, seq, extra)
         return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
 
-    def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
+    def store(
+        self,
+        cache: Cache,
+        tokens: Ids,
+        seq: Id,
+        *,
+        extra: Mapping[str, PyTree] | None = None,
+        donate: bool = False,
+    ) -> PrefixResult:
         """Store the first tokens of a sequence as a prompt; the sequence is unchanged.
 
         If `hit.length` of the result is 0, cache and store are unchanged. With a window, the store
@@ -209,6 +225,7 @@ class PrefixStore:
           tokens: `[n]`. Tokens of the sequence from position 0 on. None of the tokens may have been
             moved by `generation.context_shift`.
           seq: Id of a sequence that is not in the store.
+          extra: Additional model inputs `[n, ...]` with which the tokens were computed, by name.
           donate: See `fork`.
 
         Returns:
@@ -218,26 +235,26 @@ class PrefixStore:
         Raises:
           ValueError: If the sequence has fewer positions than tokens, or if `fork` would raise.
         """
-        text, source = self._check_tokens(cache, tokens, seq)
-        if (end := int(cache.seq_pos_max(source)) + 1) < text.size:
+        text, source = self._check_inputs(cache, tokens, seq, extra)
+        if (end := int(cache.seq_pos_max(source)) + 1) < len(text):
             raise ValueError(
-                f"expected a sequence that holds these {text.size} tokens, got sequence {source} "
+                f"expected a sequence that holds these {len(text)} tokens, got sequence {source} "
                 f"with {end}; compute them first (prefill)"
             )
         here = find_miss_reasons(cache, source, text)
         if here[-1] != MissReason.NONE:
             return PrefixResult(cache, self, PrefixHit(0, MissReason(here[-1])))
-        prompt = CachedPrompt(sequence=source, tokens=text)
+        prompt = CachedPrompt(sequence=source, inputs=text)
         sequences, others = self._sequences_in_stream(source), self
         for past in [past for past in self.prompts if past.sequence in sequences]:
-            common = common_prefix_length(text, past.tokens)
-            if common < min(text.size, past.tokens.size):
+            common = text.common_prefix_length(past.inputs)
+            if common < min(len(text), len(past.inputs)):
                 continue
-            there = find_miss_reasons(cache, past.sequence, past.tokens)
-            if common == text.size and resumes_wherever(there, here):
-                hit = PrefixHit(text.size, MissReason.NONE)
+            there = find_miss_reasons(cache, past.sequence, past.inputs)
+            if common == len(text) and resumes_wherever(there, here):
+                hit = PrefixHit(len(text), MissReason.NONE)
                 return PrefixResult(cache, self.touch(past), hit)
-            if common == past.tokens.size and resumes_wherever(here, there):
+            if common == len(past.inputs) and resumes_wherever(here, there):
                 others, sequences = self._without_prompt(past), (past.sequence,)
                 break
         kept = others._fork_into_store(cache, prompt, sequences, donate)
@@ -293,14 +310,20 @@ class PrefixStore:
                 f"load the prompts into those"
             )
         cached = [
-            CachedPrompt(sequence=seq, tokens=np.array(check_int32(tokens, "tokens"), np.int32))
+            CachedPrompt(sequence=seq, inputs=check_prompt(tokens, None))
             for seq, tokens in prompts.items()
         ]
         return self._replace_fields(
             prompts=tuple(cached), evicted=(), _host=HostPrompts(max_bytes=self.host_bytes)
         )
 
-    def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
+    def warm_up(
+        self,
+        cache: Cache,
+        *,
+        extra: Mapping[str, PyTree] | None = None,
+        donate: bool = False,
+    ) -> Cache:
         """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
         To compile copies within a stream, the stream of the first store sequence must have an empty
@@ -311,12 +334,14 @@ class PrefixStore:
 
         Args:
           cache: The cache of the store.
+          extra: Additional model inputs of later prompts, with no token, by name.
           donate: Value of `donate` in later calls. If True, the input cache becomes invalid.
         """
         self.num_used_cells(cache)
         first_seq, per_stream = self.sequences[0], self._spec.sequences_per_stream
         others = [seq for seq in range(self._spec.sequences) if seq not in self.sequences]
-        find_miss_reasons(cache, first_seq, np.zeros(0, np.int32))
+        nothing = ModelInputs(tokens=np.zeros(0, np.int32), extra=extra or {})
+        find_miss_reasons(cache, first_seq, nothing)
         seq_rm(seq_keep(cache, first_seq).cache, first_seq, 0)
         empty = [seq for seq in others if int(cache.seq_pos_max(seq)) < 0]
         for seq in {seq // per_stream == first_seq // per_stream: seq for seq in empty}.values():
@@ -326,10 +351,10 @@ class PrefixStore:
             cache = warm_up_copies(cache, empty[0], donate=donate)
         return cache
 
-    def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
-        """Return the stored prompt that shares the longest resumable prefix with given tokens."""
+    def longest_match(self, cache: Cache, inputs: ModelInputs, seq: int) -> PrefixMatch:
+        """Return the stored prompt that shares the longest resumable prefix with given inputs."""
         near = self._sequences_in_stream(seq)
-        return find_longest_match(cache, self.all_prompts[::-1], self.evicted, tokens, near)
+        return find_longest_match(cache, self.all_prompts[::-1], self.evicted, inputs, near)
 
     def fork_match(
         self, cache: Cache, match: PrefixMatch, seq: int, *, donate: bool
@@ -351,7 +376,7 @@ class PrefixStore:
         """Empty the sequence of a prompt: move the prompt to host memory, or drop it."""
         host, dropped = self._host.add(cache, prompt)
         cache, _ = seq_rm(cache, prompt.sequence)
-        is_moved = not any(tokens is prompt.tokens for tokens in dropped)
+        is_moved = not any(inputs is prompt.inputs for inputs in dropped)
         store = self._without_prompt(prompt)._replace_fields(
             evicted=(*self.evicted, *dropped)[-len(self.sequences) :],
             stats=self.stats.add_eviction(moved_to_host=is_moved, dropped=len(dropped)),
@@ -407,7 +432,7 @@ class PrefixStore:
             if past:
                 cache, store = store.evict_prompt(cache, past)
             cache, _ = insert(cache, source.cache, 0, target, donate=donate)
-            prompt = CachedPrompt(sequence=target, tokens=source.tokens)
+            prompt = CachedPrompt(sequence=target, inputs=source.inputs)
             store = store._replace_fields(prompts=(*store.prompts, prompt))
             cache, store, forked = store._fork_from_sequence(cache, prompt, hit, seq, donate)
             cache, store = store.evict(cache, cells=self.cells)
@@ -423,7 +448,7 @@ class PrefixStore:
         self, cache: Cache, prompt: CachedPrompt, sequences: tuple[int, ...], donate: bool
     ) -> PrefixResult | None:
         """Fork a prompt into one of the given sequences; return None if the prompt does not fit."""
-        size = prompt.tokens.size
+        size = len(prompt.inputs)
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
         if int(alone.num_used_cells()) > self.cells:
             return None
@@ -434,15 +459,15 @@ class PrefixStore:
         if past:
             _, store = store.evict_prompt(cache, past)
         cache, _ = seq_cp(emptied, prompt.sequence, seq, 0, size, donate=donate)
-        kept = CachedPrompt(sequence=seq, tokens=prompt.tokens)
+        kept = CachedPrompt(sequence=seq, inputs=prompt.inputs)
         cache, store = store._replace_fields(prompts=(*store.prompts, kept)).evict(
             cache, cells=self.cells
         )
         return PrefixResult(cache, store, PrefixHit(size, MissReason.NONE))
 
-    def _check_tokens(
-        self, cache: Cache, tokens: Ids, seq: Id
-    ) -> tuple[Int32[np.ndarray, " n"], int]:
+    def _check_inputs(
+        self, cache: Cache, tokens: Ids, seq: Id, extra: Mapping[str, PyTree] | None
+    ) -> tuple[ModelInputs, int]:
         self._check_made_for(cache)
         source = int(cache.table.spec.sequence_id(seq))
         if source in self.sequences:
@@ -450,7 +475,7 @@ class PrefixStore:
                 f"expected a sequence outside of the store, got {source}; pass one not in "
                 f"{self.sequences}"
             )
-        return check_prompt(tokens), source
+        return check_prompt(tokens, extra), source
 
     def _check_made_for(self, cache: Cache) -> None:
         if spec_of_concrete(cache) != self._spec:
