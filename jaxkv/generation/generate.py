@@ -146,9 +146,7 @@ def generate(
     if spec is not None and cache is None:
         drafted = 0 if drafter is None else drafter.num_draft_tokens
         cells = max(map(len, lists)) + max_new_tokens + drafted
-        cells = -(-cells // ROUND) * ROUND
-        sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}
-        cache = make_cache(spec, cells=cells, dtype=dtype, **sizes)
+        cache = _make_cache(spec, dtype, cells, count, max_rollback=drafted or None)
     elif spec is not None or cache is None:
         arguments = "neither" if spec is None else "both"
         raise ValueError(
@@ -189,6 +187,20 @@ def generate(
         num_remaining -= size
     _warn_of_early_ends(np.asarray(out.finish_reason))
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
+
+
+def _make_cache(
+    spec: CacheSpec,
+    dtype: jax.typing.DTypeLike,
+    cells: int,
+    sequences: int,
+    *,
+    max_rollback: int | None,
+) -> Cache:
+    """Make a cache with a stream for each sequence; `cells` is rounded up, see `ROUND`."""
+    cells = -(-cells // ROUND) * ROUND
+    sizes = {"sequences": sequences, "streams": sequences, "max_rollback": max_rollback}
+    return make_cache(spec, cells=cells, dtype=dtype, **sizes)
 
 
 def _prefill_samples(

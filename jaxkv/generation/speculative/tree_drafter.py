@@ -85,9 +85,8 @@ class TreeDraftModel(DraftModel):
             return (cache, adjusting, token, going), (token, going, adjusted)
 
         branches = jnp.arange(self.num_branches, dtype=jnp.int32)
-        extra = jax.tree.map(
-            lambda x: jnp.repeat(x[:, None], self.num_branches, axis=0), state.extra
-        )
+        repeat = partial(jnp.repeat, repeats=self.num_branches, axis=0)
+        extra = jax.tree.map(repeat, state.extra_of_tokens(1))
         carry = cache, adjusting, token, going
         carry, rest = jax.lax.scan(
             draft_next_tokens, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
