@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import importlib
+import inspect
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 project = "jaxkv"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_codeautolink"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions += ["sphinx_codeautolink"]
+autosummary_generate = False  # the names have their pages
 html_theme = "furo"
 html_title = "jaxkv"
 html_show_copyright = False
@@ -61,7 +65,22 @@ def is_field(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any)
     return True if isinstance(obj, collections._tuplegetter) else None
 
 
+def list_names(app: Any, page: str, source: list[str]) -> None:
+    """Write a table of all public names, with the first sentence of each, into the index page."""
+    if page != "reference/index":
+        return
+    modules = "jaxkv", "jaxkv.generation", "jaxkv.serving", "jaxkv.sharding", "jaxkv.snapshot"
+    tables = []
+    for module in map(importlib.import_module, modules):
+        names = [x for x in module.__all__ if not inspect.ismodule(getattr(module, x))]
+        head = f"## {module.__name__}\n\n```{{eval-rst}}\n.. currentmodule:: {module.__name__}\n"
+        rows = "".join(f"   {name}\n" for name in names)
+        tables.append(f"{head}\n.. autosummary::\n   :nosignatures:\n\n{rows}```\n")
+    source[0] = source[0].replace("<!-- names -->\n", "\n".join(tables))
+
+
 def setup(app: Any) -> None:
     """Let `name_fields` read each docstring before napoleon, whose priority is 500."""
+    app.connect("source-read", list_names)
     app.connect("autodoc-process-docstring", name_fields, priority=400)
     app.connect("autodoc-skip-member", is_field)
