@@ -232,7 +232,7 @@ class Head(torch.nn.Module):
         return {f"mtp.{key}": x for key, x in named.items() if "embed_tokens" not in key}
 
 
-def train_head(net: torch.nn.Module, texts: torch.Tensor, steps: int = 150) -> Head:
+def train_head(net: torch.nn.Module, texts: torch.Tensor, steps: int = 200) -> Head:
     """Train a head on greedy texts `[n, length]`, so that some of its drafts are right."""
     head = Head(net)
     text = getattr(net.model, "language_model", net.model)
@@ -253,18 +253,21 @@ def train_head(net: torch.nn.Module, texts: torch.Tensor, steps: int = 150) -> H
 def record_qwens() -> None:
     """Record texts, a grid of patches, and the `mtp_logits` `[39, V]` of a head.
 
-    The head gets the tokens 1 to 39 of the first text and the features of the tokens before.
+    The head gets the tokens 1 to 39 of the first text and the features of the tokens before. It was
+    trained on texts, some with `mtp_prompts` `[4, 6]`.
     """
     for seed, name in enumerate(QWENS):
         net = recurrent(name, seed)
         record_texts(name, net)
         file = np.load(HERE / name / "run.npz")
         tokens = torch.tensor(file["tokens"][None, :40]).long()
-        head = train_head(net, extend_greedily(net, torch.randint(1, 96, (48, 6)), 26))
+        texts = extend_greedily(net, torch.randint(1, 96, (48, 6)), 26)
+        head = train_head(net, texts)
         text = getattr(net.model, "language_model", net.model)
         hidden = text(tokens, use_cache=False).last_hidden_state[:, :-1]
         features = head(net.get_input_embeddings()(tokens[:, 1:]), hidden)
-        more = record_grid(net) | dict(mtp_logits=net.lm_head(features)[0])
+        more = dict(mtp_logits=net.lm_head(features)[0], mtp_prompts=texts[:4, :6])
+        more |= record_grid(net)
         record(name, **dict(file), **more)
         write(name, net)
         path = HERE / name / "model.safetensors"

@@ -244,6 +244,27 @@ def test_logits_of_grid_of_patches_match_transformers(name, ubatch_size):
     assert ok and np.abs(np.asarray(logits) - wanted).max() > 0.1
 
 
+@pytest.mark.core
+def test_experts_in_two_tensors_load_as_those_in_many(tmp_path):
+    """The first form is the published one, and the second that of `save_pretrained`."""
+    tensors, found = load_file(DATA / "qwen3_5_moe" / "model.safetensors"), {}
+    config_at(tmp_path, "qwen3_5_moe")
+    for name, x in tensors.items():
+        layer, _, rest = name.partition(".experts.0.")
+        if ".experts." not in name or name.startswith("mtp."):
+            found[name] = x
+        elif rest == "up_proj.weight":
+            parts = [
+                np.stack([tensors[f"{layer}.experts.{i}.{part}_proj.weight"] for i in range(4)])
+                for part in ("gate", "up", "down")
+            ]
+            found[f"{layer}.experts.gate_up_proj"] = np.concatenate(parts[:2], axis=1)
+            found[f"{layer}.experts.down_proj"] = parts[2]
+    save_file(found, tmp_path / "model.safetensors")
+    wanted = models.load(DATA / "qwen3_5_moe").params
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path).params, wanted)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", DEEPSEEKS)
 def test_deepseek_logits_match_after_fork_and_shift(name):
