@@ -66,21 +66,39 @@ class Rope:
         return Rope(frequencies=frequencies, interleaved=interleaved)
 
     def rotate(
-        self, x: Float[Array | np.ndarray, "*n H D"], positions: Int[ArrayLike, "*n"]
+        self,
+        x: Float[Array | np.ndarray, "*n H D"],
+        positions: Int[ArrayLike, "*n"] | Int[ArrayLike, "*n axes"],
+        axes: Sequence[int] | None = None,
     ) -> Float[Array, "*n H D"]:
         """Rotate queries or keys to their positions. The result has the dtype of `x`.
 
         Sines and products are float32. Angles are exact to 1e-6 radians at every position.
 
+        Args:
+          x: queries or keys.
+          positions: position of each token, or its positions on several axes, such as time, height
+            and width in an image.
+          axes: for positions on several axes, the axis of each pair, static; None for one position.
+            A shift of the cache moves a key by the same amount on all axes, so the rope of the
+            cache's spec needs no axes.
+
         Raises:
           ValueError: If shapes do not match, or a head has fewer numbers than the rope rotates.
+          ValueError: If `axes` does not have an axis of `positions` for each pair.
 
         Examples:
           >>> quarter = Rope(frequencies=(math.pi / 2,))  # a quarter turn per position
           >>> quarter.rotate(jnp.array([[1.0, 0.0]]), jnp.array(1)).round(3) + 0.0
           Array([[0., 1.]], dtype=float32)
 
-        llama.cpp: `ggml_rope_ext`.
+          Sections of pairs, as in Qwen2-VL, and alternating pairs, as in Qwen3.5:
+
+          >>> rope, x, positions = Rope.make(64), jnp.ones((1, 1, 64)), jnp.array([[5, 2, 3]])
+          >>> sections = rope.rotate(x, positions, [0] * 8 + [1] * 12 + [2] * 12)
+          >>> alternating = rope.rotate(x, positions, [0, 1, 2] * 10 + [0, 1])
+
+        llama.cpp: `ggml_rope_ext`; for several axes `ggml_rope_multi`.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"expected queries or keys of floats, got {x.dtype}; cast them")
@@ -90,7 +108,9 @@ class Rope:
                 "ubatch.positions"
             )
         pairs = len(self.frequencies)
-        if np.shape(positions) != x.shape[:-2]:
+        if axes is not None:
+            axes = _check_axes(tuple(axes), positions, x.shape, pairs)
+        elif np.shape(positions) != x.shape[:-2]:
             raise ValueError(
                 f"expected positions of shape {x.shape[:-2]} for x of {x.shape}, got "
                 f"{np.shape(positions)}; pass ubatch.positions, and x [R, T, H, D]"
@@ -100,7 +120,7 @@ class Rope:
                 f"expected heads of at least {2 * pairs} for a rope of {pairs} pairs, got "
                 f"{x.shape[-1]}; make the rope for the head"
             )
-        return _rotate(self, x, jnp.asarray(positions))
+        return _rotate(self, axes, x, jnp.asarray(positions))
 
     def linear(self, *, factor: float) -> Rope:
         """Divide all frequencies by `factor`, the new context length over the original length.
@@ -245,12 +265,34 @@ def _check_above(limit: float, **numbers: float) -> None:
             )
 
 
+def _check_axes(
+    axes: tuple[int, ...], positions: ArrayLike, shape: tuple[int, ...], pairs: int
+) -> tuple[int, ...]:
+    """Return the axis of each pair as integers; raise if they do not fit to the positions."""
+    *tokens, count = np.shape(positions) or (0,)
+    if tuple(tokens) != shape[:-2] or np.ndim(positions) != len(shape) - 1:
+        raise ValueError(
+            f"expected positions of shape {shape[:-2]} and one more axis for x of {shape} and "
+            f"axes, got {np.shape(positions)}; leave out axes for one position of each token"
+        )
+    if len(axes) != pairs or not all(0 <= axis < count for axis in axes):
+        raise ValueError(
+            f"expected {pairs} axes from 0 to {count - 1}, one a pair, got {list(axes)}; pass the "
+            "axis of each pair"
+        )
+    return tuple(int(axis) for axis in axes)
+
+
 # A program with many layers contains this function once for each shape.
-@partial(jax.jit, static_argnames="rope")
+@partial(jax.jit, static_argnames=("rope", "axes"))
 def _rotate(
-    rope: Rope, x: Float[Array | np.ndarray, "*n H D"], positions: Int[Array, "*n"]
+    rope: Rope,
+    axes: tuple[int, ...] | None,
+    x: Float[Array | np.ndarray, "*n H D"],
+    positions: Int[Array, ...],
 ) -> Float[Array, "*n H D"]:
     pairs = len(rope.frequencies)
+    positions = positions[..., None] if axes is None else positions[..., np.array(axes, np.int32)]
     angles = jnp.expand_dims(_angles(positions, rope.frequencies), -2)  # [..., 1, pairs]
     # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.
     both = -1 if rope.interleaved else -2
@@ -265,9 +307,11 @@ def _rotate(
 
 
 def _angles(
-    positions: Int[ArrayLike, "*n"], frequencies: tuple[float, ...]
+    positions: Int[Array, "*n pairs"] | Int[Array, "*n 1"], frequencies: tuple[float, ...]
 ) -> Float[Array, "*n pairs"]:
     """Return the angle of each pair in float32, with full turns removed.
+
+    The last axis of `positions` has the position of each pair, or one position for all pairs.
 
     A float32 product of position and frequency has an error of position * 2**-24. Each frequency is
     therefore converted to an integer of 64 bits, in units of 2**-64 turns. The upper 32 bits are
@@ -276,7 +320,7 @@ def _angles(
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)
     lower = np.array([(f & 0xFFFFFFFF) * 2.0**-64 for f in fractions], np.float32)
-    positions = jnp.asarray(positions)[..., None].astype(jnp.int32)
+    positions = positions.astype(jnp.int32)
     upper, lower = (x.reshape((1,) * (positions.ndim - 1) + x.shape) for x in (upper, lower))
     # `upper` is in units of 2**-32 turns, and `lower` is in turns.
     rotations = (positions * upper).astype(jnp.float32) * np.float32(2.0**-32)

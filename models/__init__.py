@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from models.errors import ModelError
     from models.model import Model, load, load_shapes, on_mesh
+    from models.mtp import mtp_drafter, mtp_head
     from models.text.tokenizer import Tokenizer
 
-__all__ = ["Model", "ModelError", "Tokenizer", "load", "load_shapes", "on_mesh"]
+__all__ = [
+    "Model",
+    "ModelError",
+    "Tokenizer",
+    "load",
+    "load_shapes",
+    "mtp_drafter",
+    "mtp_head",
+    "on_mesh",
+]
 
 _HOMES = {"ModelError": "models.errors", "Tokenizer": "models.text.tokenizer"}
+_HOMES |= dict.fromkeys(("mtp_drafter", "mtp_head"), "models.mtp")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,11 @@ def fingerprint(model: Model) -> dict[str, Any]:
     The identity contains the architecture, the dtype, and one digest of the config and the
     params. For each param, the digest covers the name, the shape, the dtype, and the values at
     index 0 of all axes except the last. It also covers all fields of the config except
-    `implementation` and `return_mass`.
+    `implementation`, `return_mass` and `return_features`.
     """
     found = hashlib.sha256()
     sizes = asdict(model.config)
-    for name in ("implementation", "return_mass"):
+    for name in ("implementation", "return_mass", "return_features"):
         sizes.pop(name, None)
     found.update(repr(sorted(sizes.items())).encode())
     for path, weight in jax.tree_util.tree_leaves_with_path(model.params):

@@ -33,6 +33,7 @@ from models.families import (
     llama,
     mamba2,
     olmo2,
+    qwen3_5,
     qwen3_next,
     recurrent_gemma,
     t5,
@@ -53,6 +54,7 @@ FAMILIES: dict[str, ModuleType] = {
         lfm2,
         falcon_h1,
         qwen3_next,
+        qwen3_5,
         deepseek,
         gpt_oss,
         t5,
@@ -68,9 +70,9 @@ class Model:
 
     config: sizes and switches, an instance of `Config` of the family.
     params: tree of arrays; in a model from `load_shapes`, tree of shapes.
-    forward: `(params, step) -> (step, logits)`, and the attention mass if `load` was called with
-      `return_mass=True`. The argument `step` is the result of `jaxkv.apply`.
-      The function is not compiled; `jaxkv.generation` compiles it.
+    forward: `(params, step) -> (step, logits)`, and a third result if `load` was called with
+      `return_mass=True` or `return_features=True`. The argument `step` is the result of
+      `jaxkv.apply`. The function is not compiled; `jaxkv.generation` compiles it.
     checkpoint: source of the weights.
     family: module that defines the model.
     dtype: dtype of the params.
@@ -202,6 +204,7 @@ def load(
     rotate: bool = False,
     implementation: jaxkv.ops.attention.Implementation | None = None,
     return_mass: bool = False,
+    return_features: bool = False,
     mesh: Mesh | None = None,
     rules: ShardingRules = ShardingRules(),  # noqa: B008 (frozen)
     progress: Progress | None = None,
@@ -218,6 +221,8 @@ def load(
       implementation: attention implementation, see `jaxkv.attend`. If None, jaxkv selects one.
       return_mass: whether `forward` also returns, as third result, a tuple with the attention mass
         `[S, H, N]` of each self-attention layer in order, for the argument `edit` of loops.
+      return_features: whether `forward` also returns, as third result, the normalised output
+        `[O, width]` of the last layer, for `mtp_drafter` and `jaxkv.generation.head_drafter`.
       mesh: mesh that splits the params. Run the model inside a block `with jax.set_mesh(mesh):`.
       rules: rules with the names of mesh axes. The axes in the field `kv_heads` split params. The
         axes in the field `cells` also split some of these params (see `Split.with_cells`).
@@ -228,7 +233,7 @@ def load(
       time, so loading takes little more memory than the params.
 
     Raises:
-      ModelError: If the model does not exist or cannot be run.
+      ModelError: If the model does not exist or cannot be run, or would have two third results.
 
     Examples:
       >>> model = load()
@@ -237,10 +242,15 @@ def load(
       array([19556], dtype=int32)
     """
     checkpoint = open_checkpoint(name_or_path)
+    if return_mass and return_features:
+        raise ModelError(
+            f"{checkpoint.source}: expected return_mass or return_features, got both; drop one."
+        )
     options = {"implementation": implementation, "return_mass": return_mass or None}
+    options["return_features"] = return_features or None
     model = _with_shapes(checkpoint, dtype, cache_dtype, rotate, options)
     sources = model.family.weights_of(checkpoint, model.config)
-    if problems := _problems(checkpoint, model.params, sources):
+    if problems := problems_of(checkpoint, model.params, sources):
         raise ModelError(
             f"{checkpoint.source}: expected the tensors of a {checkpoint.architecture!r} model "
             f"with its config, got {problems}; it is damaged or not supported, so download it "
@@ -248,7 +258,7 @@ def load(
         )
     if mesh is not None:
         model = on_mesh(model, mesh, rules)
-    return replace(model, params=_read(model.params, sources, progress), rules=rules)
+    return replace(model, params=read_params(model.params, sources, progress), rules=rules)
 
 
 def load_shapes(
@@ -421,10 +431,10 @@ def tensor_problems(name_or_path: str | os.PathLike) -> str:
         return str(error)
     family, config = family_of(checkpoint)
     *_, shapes = functional(family, config, jnp.float32)
-    return _problems(checkpoint, shapes, family.weights_of(checkpoint, config))
+    return problems_of(checkpoint, shapes, family.weights_of(checkpoint, config))
 
 
-def _problems(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
+def problems_of(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
     """Count and name the missing, unused and misshapen tensors; "" if there are none."""
     tensors, used_names = checkpoint.tensors, checkpoint.used_names
     missing = sorted(map(checkpoint.stored_name, used_names - tensors.keys()))
@@ -446,7 +456,7 @@ def _problems(checkpoint: Checkpoint, shapes: Any, sources: Any) -> str:
     return ", ".join(lines)
 
 
-def _read(shapes: Any, sources: Any, progress: Progress | None) -> Any:
+def read_params(shapes: Any, sources: Any, progress: Progress | None) -> Any:
     """Read tensors one at a time; each tensor is copied to its devices before the next is read."""
     done, total = 0, len(jax.tree.leaves(shapes))
 

@@ -12,9 +12,12 @@ _COMPUTED = re.compile(
 )
 """Names of tensors that older classes saved: the config determines them, or no class reads them."""
 _OTHER_SENSES = re.compile(
-    r"(model\.)?(vision_tower|vision_model|multi_modal_projector|connector|audio_tower|embed_vision)\..*"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|audio_tower|"
+    r"embed_vision)\..*"
 )
 """Names of tensors for images and audio, which have no effect on tokens of text."""
+_WITH_MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose tensors `mtp.*` predict further tokens."""
 _T5_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """Names of tensors that may repeat `shared.weight`."""
 
@@ -24,7 +27,7 @@ def is_ignored(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool
     if config["model_type"] == "t5" and name in _T5_COPIES:
         shared = tensors.get("shared.weight")
         return shared is not None and tensors[name].repeats(shared)
-    if config["model_type"] == "qwen3_next" and name.startswith("mtp."):  # predicts further tokens
+    if name.startswith("mtp.") and config["model_type"] in _WITH_MTP:
         return True
     if name == "lm_head.weight":  # repeats the embedding
         return bool(config["tie_word_embeddings"])

@@ -46,6 +46,7 @@ class AttentionConfig(Config):
     head_dim: size of a head, D.
     implementation: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
     return_mass: whether the model also returns the attention mass of each layer.
+    return_features: whether the model also returns the input of the output matrix.
     """
 
     width: int
@@ -54,6 +55,7 @@ class AttentionConfig(Config):
     head_dim: int
     implementation: jaxkv.ops.attention.Implementation | None = None
     return_mass: bool = False
+    return_features: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +110,23 @@ class LanguageModel(nnx.Module):
         """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
         return self.vocabulary.embed(tokens)
 
+    def inputs(self, step: jaxkv.Step) -> jax.Array:
+        """Return the input of the first layer, `[R, T, width]`."""
+        return self.embed(step.tokens) if step.embeddings is None else step.embeddings
+
     def logits(self, x: jax.Array) -> jax.Array:
         """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return self.vocabulary.logits(x)
 
-    def __call__(self, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
-        """Run the model; return the step after all layers, and logits `[O, V]`, float32."""
-        x = self.embed(step.tokens) if step.embeddings is None else step.embeddings
+    def __call__(self, step: jaxkv.Step) -> tuple[jaxkv.Step, *tuple[jax.Array, ...]]:
+        """Run the model; return the step after all layers, and logits `[O, V]`, float32.
+
+        With `return_features`, the third result is `[O, width]`, the normalised output of the last
+        layer.
+        """
+        x = self.inputs(step)
         for block in self.blocks:
             step, x = block(step, x)
-        x = x.reshape(-1, x.shape[-1])[step.outputs]
-        return step, self.logits(self.norm(x))
+        x = self.norm(x.reshape(-1, x.shape[-1])[step.outputs])
+        features = (x,) if getattr(self.config, "return_features", False) else ()
+        return step, self.logits(x), *features

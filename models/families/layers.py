@@ -123,6 +123,8 @@ class Attention(nnx.Module):
 
     layer: layer number in the cache.
     rope: rotary embedding of queries and keys; None for no rotation.
+    axes: for a rope with positions on several axes, the axis of each pair, see `Rope.rotate`. The
+      positions are `step.extra["rope_positions"]`, or those of the step on all axes if it has none.
     bias: whether `qkv` has biases.
     output_bias: whether `output` has a bias.
     norm: function that makes a norm, given the size of a vector. The function is called once for
@@ -145,6 +147,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         *,
         rope: Rope | None,
+        axes: tuple[int, ...] | None = None,
         bias: bool = False,
         output_bias: bool = False,
         norm: Callable[[int], RMSNorm] | None = None,
@@ -154,7 +157,7 @@ class Attention(nnx.Module):
         sinks: bool = False,
     ):
         c = self.config = config
-        self.layer, self.rope, self.scale = layer, rope, scale
+        self.layer, self.rope, self.axes, self.scale = layer, rope, axes, scale
         self.gated = gated
         # Queries, keys and values are one product: with few tokens most time is spent on reading
         # weights, and fewer, larger products read them faster.
@@ -194,7 +197,9 @@ class Attention(nnx.Module):
                 axis=3,
             )
         turned = qk.reshape(*token, -1, c.head_dim)
-        if self.rope:
+        if self.rope and self.axes and "rope_positions" in (step.extra or {}):
+            turned = self.rope.rotate(turned, step.extra["rope_positions"], self.axes)
+        elif self.rope:
             turned = self.rope.rotate(turned, step.positions)
         turned = turned.reshape(qk.shape)
         q, k = jnp.split(turned, [group], axis=3)

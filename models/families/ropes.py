@@ -7,7 +7,7 @@ import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelError
-from models.kinds import refusal
+from models.kinds import check, refusal, several, whole
 
 
 def rope_of(
@@ -60,6 +60,20 @@ def rope_of(
         raise ModelError(
             f"{source}: the values for rope_type {rule!r} are invalid ({error}); download it again."
         ) from error
+
+
+def alternating_axes(checkpoint: Checkpoint, rope: Rope) -> tuple[int, ...]:
+    """Return the axis of each pair of a rope: time (0), height (1) or width (2), in turns.
+
+    The number of pairs of an axis is in `mrope_section`. Pairs after the last turn of height or
+    width are of time.
+    """
+    sections = _parameters(checkpoint, None).get("mrope_section", [11, 11, 10])
+    check(sections, several(whole(0, 2**14), 3), "mrope_section", checkpoint.source)
+    if len(sections) != 3:
+        raise refusal(sections, "3 numbers", "mrope_section", checkpoint.source)
+    pairs = range(len(rope.frequencies))
+    return tuple(i % 3 if i // 3 < sections[i % 3] else 0 for i in pairs)
 
 
 def yarn_sharpness(checkpoint: Checkpoint) -> float:

@@ -90,11 +90,20 @@ class Sources:
         }
 
     def experts(self, name: str, *, count: int) -> dict[str, Any]:
-        """Return the tensors for `Experts`; the checkpoint has separate tensors for each expert."""
+        """Return the tensors for `Experts`.
+
+        The checkpoint has separate tensors for each expert, or two tensors for all `count` experts.
+        """
+        both, down = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
 
         def all_of(part: str) -> Tensor:
-            names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(count))
-            return self.tensor(*names, parts=1, arrange=lambda x: x.swapaxes(1, 2))
+            if both not in self.checkpoint.tensors:
+                names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(count))
+                return self.tensor(*names, parts=1, arrange=lambda x: x.swapaxes(1, 2))
+            if part == "down":
+                return self.tensor(down, arrange=lambda x: x.swapaxes(1, 2))
+            half = ("gate", "up").index(part)
+            return self.tensor(both, arrange=lambda x: np.split(x, 2, 1)[half].swapaxes(1, 2))
 
         router = {"weight": self.tensor(f"{name}.gate.weight")}
         return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}

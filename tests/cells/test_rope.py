@@ -1,6 +1,7 @@
 """Rotary embeddings against complex numbers in NumPy and float64."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,3 +104,37 @@ def test_yarn_multiplies_by_attention_factor():
         expected = reference(heads(), NEAR, rope.frequencies, factor=factor)
         np.testing.assert_allclose(one.rotate(heads(), NEAR), expected, atol=2e-5)
     assert Rope.make(8).yarn(factor=1.0, original=64, base=10000.0).attention_factor == 1.0
+
+
+RECORDED = np.load(Path(__file__).parent.parent / "data" / "rope_of_axes.npz")
+LAYOUTS = {"alternating": (0, 1, 2, 0, 1, 2, 0, 1), "sections": (0, 0, 1, 1, 1, 2, 2, 2)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rotate_on_several_axes_matches_transformers(layout):
+    """Of Qwen3.5 (alternating) and of Qwen2-VL (sections)."""
+    x, positions = RECORDED["x"], RECORDED["positions"]
+    rope = Rope.make(16, base=100.0)
+    found = rope.rotate(x, positions, LAYOUTS[layout])
+    np.testing.assert_allclose(found, RECORDED[layout], atol=2e-5)
+    other = rope.rotate(x, positions[:, [0, 2, 1]], LAYOUTS[layout])
+    assert np.abs(other - RECORDED[layout]).max() > 0.1  # the order of the axes has an effect
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotate_with_equal_positions_on_all_axes_is_plain(interleaved):
+    rope = Rope.make(6, interleaved=interleaved)
+    equal = np.repeat(POSITIONS[..., None], 2, axis=-1)
+    found = rope.rotate(heads(), equal, axes=(1, 0, 1))
+    np.testing.assert_array_equal(found, rope.rotate(heads(), POSITIONS))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_plain_rotation_moves_a_key_on_all_axes(interleaved):
+    """A shift of the cache therefore needs no axes."""
+    rope, axes = Rope.make(8, interleaved=interleaved), (0, 2, 1, 2)
+    positions = np.random.default_rng(1).integers(0, 90, (*POSITIONS.shape, 3)).astype(np.int32)
+    by = np.array([[5, -40, 0], [7, 63, 1]], np.int32)
+    moved = rope.rotate(rope.rotate(heads(), positions, axes), by)
+    wanted = rope.rotate(heads(), positions + by[..., None], axes)
+    np.testing.assert_allclose(moved, wanted, atol=2e-6)

@@ -78,6 +78,22 @@ def test_update_equals_rotating_from_scratch(ropes):  # trap 95
     assert_identical(after.buffers.v, cache.buffers.v)
 
 
+def test_update_moves_keys_on_all_axes():
+    """Keys with positions on three axes are stored under the plain rope of the spec."""
+    cache, raw = make_rotated_cache()
+    axes, positions = (
+        (0, 1, 2),
+        np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]),
+    )
+    keys = PLAIN.rotate(raw, positions.T, axes)
+    table, buffers = split(cache)
+    stored = buffers.k[0].at[0, :, :6].set(keys.transpose(1, 0, 2))
+    cache = merge(table, replace(buffers, k=(stored,)))
+    after = apply_update(jaxkv.seq_add(cache, 0, 2, -1, delta=7).cache)
+    moved = positions + 7 * (np.arange(6) >= 2)
+    np.testing.assert_allclose(keys_of(after, 0), PLAIN.rotate(raw, moved.T, axes), atol=2e-6)
+
+
 @core
 def test_update_rotates_more_keys_than_a_chunk():
     cache, raw = make_rotated_cache(cells=700, tokens=600)

@@ -8,13 +8,16 @@ The weights are random. The functions below document the arrays of `run.npz` or 
 are chosen such that rounding does not change a text.
 """
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 HERE = Path(__file__).parent
 LLAMAS = ["llama_tied", "llama_llama3", "llama_yarn", "llama_linear", "mistral", "qwen2", "qwen3"]
@@ -22,6 +25,7 @@ LLAMAS += ["mistral_window", "qwen2_window", "qwen3_window", "qwen3_moe", "olmo2
 RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
 RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]
+QWENS = ["qwen3_5", "qwen3_5_moe"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 # Seeds and gains for texts without repetition.
 T5S = {"t5_gated": (48, 1.2), "t5_tied": (64, 1.5)}
@@ -71,7 +75,7 @@ def recurrent(name: str, seed: int) -> torch.nn.Module:
             parameter.copy_(0.5 * torch.randn_like(parameter))
         else:
             parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
-        if name == "qwen3_next" and key.endswith("A_log"):  # or a state lasts for two tokens
+        if name.startswith("qwen3_") and key.endswith("A_log"):  # or a state lasts for two tokens
             parameter.sub_(4.0)
     return net
 
@@ -107,10 +111,10 @@ def t5(name: str, seed: int, gain: float) -> torch.nn.Module:
 
 
 def extend_greedily(net: torch.nn.Module, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Tokens `[1, n]` with the greedy tokens after them."""
+    """Tokens `[m, n]` with the greedy tokens after them."""
     for _ in range(count):
-        logits = net(tokens, use_cache=False).logits[0]
-        tokens = torch.cat([tokens, logits[-1:].argmax(-1)[None]], dim=1)
+        logits = net(tokens, use_cache=False).logits[:, -1:]
+        tokens = torch.cat([tokens, logits.argmax(-1)], dim=1)
     return tokens
 
 
@@ -158,6 +162,116 @@ def record_recurrent() -> None:
         net = recurrent(name, seed)
         record_texts(name, net)
         write(name, net)
+
+
+def grid_positions(before: int = 8, side: int = 4, after: int = 8) -> torch.Tensor:
+    """Return positions `[3, n]` of text, a grid of patches and text, as in the Qwen models."""
+    grid = torch.cartesian_prod(torch.arange(1), torch.arange(side), torch.arange(side)).T + before
+    texts = [torch.arange(before), torch.arange(after) + before + side]
+    first, last = (text[None].expand(3, -1) for text in texts)
+    return torch.cat([first, grid, last], dim=1).long()
+
+
+def record_rope_of_axes() -> None:
+    """Record `x` `[n, 2, 16]` at `positions` `[n, 3]`, rotated in two layouts of 8 pairs.
+
+    `alternating`: the pairs of the axes take turns, as in Qwen3.5, with 3, 3 and 2 pairs.
+    `sections`: the pairs of an axis are neighbours, as in Qwen2-VL, with 2, 3 and 3 pairs.
+    """
+    positions, x = 7 * grid_positions(), torch.randn(1, 2, 32, 16)
+    rope = dict(rope_type="default", rope_theta=100.0)
+    sizes = dict(hidden_size=32, num_attention_heads=2, head_dim=16)
+
+    def turn(rotary: torch.nn.Module) -> torch.Tensor:
+        cos, sin = rotary(x, positions[:, None])
+        return qwen2_vl.apply_rotary_pos_emb(x, x, cos, sin)[0][0].transpose(0, 1)
+
+    three = rope | dict(mrope_section=[3, 3, 2], partial_rotary_factor=1.0)
+    config = transformers.Qwen3_5TextConfig(**sizes, rope_parameters=three)
+    alternating = turn(qwen3_5.Qwen3_5TextRotaryEmbedding(config))
+    two = rope | dict(mrope_section=[2, 3, 3])
+    config = transformers.Qwen2VLTextConfig(**sizes, rope_parameters=two)
+    sections = turn(qwen2_vl.Qwen2VLRotaryEmbedding(config))
+    arrays = dict(x=x[0].transpose(0, 1), positions=positions.T)
+    record(".", "rope_of_axes.npz", **arrays, alternating=alternating, sections=sections)
+
+
+def record_grid(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return embeddings, positions of three axes and logits of a text around a grid of patches."""
+    positions = grid_positions()
+    embed = net.get_input_embeddings()
+    x = embed(torch.randint(1, 96, (positions.shape[1],)))
+    x[8:24] = torch.randn_like(x[8:24]) * embed.weight.std()
+    text = getattr(net.model, "language_model", net.model)
+    out = text(inputs_embeds=x[None], position_ids=positions[:, None], use_cache=False)
+    logits = net.lm_head(out.last_hidden_state)[0]
+    return dict(grid_embeddings=x, grid_positions=positions.T, grid_logits=logits)
+
+
+class Head(torch.nn.Module):
+    """A head that predicts further tokens, as published: its layer is one of transformers."""
+
+    def __init__(self, net: torch.nn.Module):
+        super().__init__()
+        config = copy.deepcopy(net.config.get_text_config())
+        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+        text = type(getattr(net.model, "language_model", net.model))
+        self.text = text(config)
+        norm, width = type(self.text.norm), config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(width), norm(width)
+        self.fc = torch.nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return features `[1, n, d]`, from embeddings of tokens and features of those before."""
+        both = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
+        x = self.fc(torch.cat(both, dim=-1))
+        return self.text(inputs_embeds=x, use_cache=False).last_hidden_state
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = {key.removeprefix("text."): x for key, x in self.state_dict().items()}
+        return {f"mtp.{key}": x for key, x in named.items() if "embed_tokens" not in key}
+
+
+def train_head(net: torch.nn.Module, texts: torch.Tensor, steps: int = 200) -> Head:
+    """Train a head on greedy texts `[n, length]`, so that some of its drafts are right."""
+    head = Head(net)
+    text = getattr(net.model, "language_model", net.model)
+    hidden = text(texts, use_cache=False).last_hidden_state[:, :-2]
+    embeddings = net.get_input_embeddings()(texts[:, 1:-1])
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    with torch.enable_grad():
+        for _ in range(steps):
+            logits = net.lm_head(head(embeddings, hidden))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 2:].flatten())
+            optimizer.zero_grad()
+            loss.backward(inputs=list(head.parameters()))
+            optimizer.step()
+    print(f"loss of the head: {loss.item():.2f}")
+    return head.eval()
+
+
+def record_qwens() -> None:
+    """Record texts, a grid of patches, and the `mtp_logits` `[39, V]` of a head.
+
+    The head gets the tokens 1 to 39 of the first text and the features of the tokens before. It was
+    trained on texts, some with `mtp_prompts` `[4, 6]`.
+    """
+    for seed, name in enumerate(QWENS):
+        net = recurrent(name, seed)
+        record_texts(name, net)
+        file = np.load(HERE / name / "run.npz")
+        tokens = torch.tensor(file["tokens"][None, :40]).long()
+        texts = extend_greedily(net, torch.randint(1, 96, (48, 6)), 26)
+        head = train_head(net, texts)
+        text = getattr(net.model, "language_model", net.model)
+        hidden = text(tokens, use_cache=False).last_hidden_state[:, :-1]
+        features = head(net.get_input_embeddings()(tokens[:, 1:]), hidden)
+        more = dict(mtp_logits=net.lm_head(features)[0], mtp_prompts=texts[:4, :6])
+        more |= record_grid(net)
+        record(name, **dict(file), **more)
+        write(name, net)
+        path = HERE / name / "model.safetensors"
+        save_file(load_file(path) | head.tensors(), path, {"format": "pt"})
 
 
 def pack_experts(net: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -255,6 +369,8 @@ if __name__ == "__main__":
         record_llamas()
         record_gemma3()
         record_recurrent()
+        record_qwens()
+        record_rope_of_axes()
         record_gpt_oss()
         record_deepseeks()
         record_t5s()

@@ -131,7 +131,7 @@ def rope_changes(family: str, base: Config) -> Iterator[tuple[str, Config, tuple
             yield f"rope_parameters: {name}", {"rope_parameters": changed} | more, ()
     gone = ("rope_parameters",)
     yield "rope_scaling: no rope_parameters", {"rope_scaling": YARN, **theta}, gone
-    if family in ("llama", "deepseek_v3", "gpt_oss", "gemma3_text", "qwen3_next"):
+    if family in ("llama", "deepseek_v3", "gpt_oss", "gemma3_text", "qwen3_next", "qwen3_5_text"):
         linear = {"type": "linear", "factor": 4.0}
         yield "rope_scaling: old form", {"rope_scaling": linear, **theta}, gone
         yield "rope_scaling: null", {"rope_scaling": None, "rope_theta": 50.0}, gone
@@ -264,6 +264,7 @@ def record(family: str) -> None:
     start = time.time()
     known = CHANGED["bases"][family]
     base = json.loads((HERE / known["folder"] / "config.json").read_text())
+    base = base.get("text_config", base)
     base |= {"vocab_size": recorded.VOCAB} | known["changes"]
     base |= {key: 0.05 for key in CHANGED["coarse"] if key in base}
     base = {key: value for key, value in base.items() if key not in known["without"]}

@@ -74,6 +74,8 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
         ("granite_hybrid", "lookup", "pool"),
         ("granite_hybrid", "another", "split"),
         ("qwen3_next", "another", "split"),
+        ("qwen3_5", "itself", "pool"),
+        ("qwen3_5_moe", "another", "split"),
         ("recurrent_gemma", "another", "pool"),
     ],
 )

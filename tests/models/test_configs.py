@@ -66,6 +66,7 @@ OLDER = [
     ("lfm2", LFM2),
     ("qwen3_moe", {"num_experts": 6, "num_local_experts": None}),
     ("qwen3_next", {"full_attention_interval": 2, "layer_types": None}),
+    ("qwen3_5", {"full_attention_interval": 2, "layer_types": None}),
     ("llama_linear", {"rope_scaling": LINEAR, "rope_theta": 10000}),
     ("t5_gated", {"scale_decoder_outputs": None, "tie_word_embeddings": False}),
     ("t5_tied", {"scale_decoder_outputs": None, "tie_word_embeddings": None}),

@@ -139,7 +139,7 @@ SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 FAST = ("llama_tied", Way(20))
 CORE = [(name, WHOLE) for name in ("deepseek_v2_groups", "gemma3", "t5_tied")]
-CORE += [("qwen3_next", FIRST)]
+CORE += [(name, FIRST) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
     *[
@@ -156,6 +156,8 @@ NIGHTLY = [
     *[(name, ONE_BY_ONE) for name in ("mamba2_biased", "granite_hybrid")],
     *[(name, IN_UBATCHES) for name in ("recurrent_gemma", "falcon_h1_norm", "qwen3_next")],
     *[(name, SHORT_UBATCHES) for name in ("lfm2", "falcon_h1", "qwen3_next")],
+    *[("qwen3_5", way) for way in (POOLED, ALONE, IN_UBATCHES, ONE_BY_ONE)],
+    *[("qwen3_5_moe", way) for way in (POOLED, SHORT_UBATCHES)],
     *[("gpt_oss", way) for way in (POOLED, ONE_BY_ONE, SHORT_UBATCHES)],
     *[("gpt_oss_mxfp4", way) for way in (ALONE, IN_UBATCHES)],
 ]
@@ -203,6 +205,64 @@ def test_beam_matches_generate_of_transformers(name):
     beams = one(cache, logits, num_beams=3, num_tokens=8, sequences=[0, 2, 3])
     np.testing.assert_array_equal(beams.tokens[0], run["beam"][1:])
     np.testing.assert_allclose(beams.scores[0], run["score"], atol=1e-4)
+
+
+def feed_grid(model, run, cache, start, stop, ubatch_size, sequence=0):
+    """Feed embeddings of a text around a grid of patches, with positions on three axes."""
+    extra = {"rope_positions": run["grid_positions"][start:stop]}
+    batch = make_batch(
+        embeddings=run["grid_embeddings"][start:stop],
+        sequences=sequence,
+        outputs=np.ones(stop - start, bool),
+        extra=extra,
+    )
+    plan, found = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size), []
+    for ubatch in plan.ubatches:
+        step, logits = model.forward(model.params, jaxkv.apply(cache, ubatch))
+        cache = step.cache
+        found.append(logits)
+    return cache, plan.gather_outputs(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "ubatch_size"),
+    mark_cases([("qwen3_5", 32), ("qwen3_5", 5), ("qwen3_5_moe", 32)], [], [("qwen3_5", 32)]),
+)
+def test_logits_of_grid_of_patches_match_transformers(name, ubatch_size):
+    """Text after the grid, fed after a fork and a rollback, has positions on three axes too."""
+    model, run = models.load(DATA / name), dict(np.load(DATA / name / "run.npz"))
+    wanted, cache = run["grid_logits"], model.make_cache(cells=64, sequences=2, max_rollback=4)
+    cache, logits = feed_grid(model, run, cache, 0, 26, ubatch_size)
+    agree(logits, wanted[:26], 2e-4)
+    cache, ok = jaxkv.seq_rm(cache, 0, 24)
+    cache = jaxkv.seq_cp(cache, 0, 1).cache
+    for sequence in (0, 1):
+        cache, logits = feed_grid(model, run, cache, 24, 32, ubatch_size, sequence)
+        agree(logits, wanted[24:], 2e-4)
+    plain = dict(run, grid_positions=np.repeat(np.arange(32)[:, None], 3, axis=1))
+    _, logits = feed_grid(model, plain, model.make_cache(cells=64), 0, 32, ubatch_size)
+    assert ok and np.abs(np.asarray(logits) - wanted).max() > 0.1
+
+
+@pytest.mark.core
+def test_experts_in_two_tensors_load_as_those_in_many(tmp_path):
+    """The first form is the published one, and the second that of `save_pretrained`."""
+    tensors, found = load_file(DATA / "qwen3_5_moe" / "model.safetensors"), {}
+    config_at(tmp_path, "qwen3_5_moe")
+    for name, x in tensors.items():
+        layer, _, rest = name.partition(".experts.0.")
+        if ".experts." not in name or name.startswith("mtp."):
+            found[name] = x
+        elif rest == "up_proj.weight":
+            parts = [
+                np.stack([tensors[f"{layer}.experts.{i}.{part}_proj.weight"] for i in range(4)])
+                for part in ("gate", "up", "down")
+            ]
+            found[f"{layer}.experts.gate_up_proj"] = np.concatenate(parts[:2], axis=1)
+            found[f"{layer}.experts.down_proj"] = parts[2]
+    save_file(found, tmp_path / "model.safetensors")
+    wanted = models.load(DATA / "qwen3_5_moe").params
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path).params, wanted)
 
 
 @pytest.mark.nightly

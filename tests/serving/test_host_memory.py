@@ -44,7 +44,9 @@ def compute(model, cache, tokens, seq):
     return jaxkv.prefill(model.forward, model.params, cache, batch)[:2]
 
 
-@pytest.mark.parametrize("name", mark_cases(NAMES, fast=["granite_hybrid"], core=NAMES[:-1]))
+@pytest.mark.parametrize(
+    "name", mark_cases([*NAMES, "qwen3_5"], fast=["granite_hybrid"], core=NAMES[:-1])
+)
 def test_prompt_from_host_gives_equal_logits_and_earlier_stores_stay_valid(name):
     model, prompt = load_tiny(name), draw_tokens(20)
     cache = model.make_cache(cells=64, sequences=4, ubatch_size=32)
