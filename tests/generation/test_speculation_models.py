@@ -74,6 +74,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
         ("granite_hybrid", "lookup", "pool"),
         ("granite_hybrid", "another", "split"),
         ("qwen3_next", "another", "split"),
+        ("llama4", "another", "split"),
         ("recurrent_gemma", "another", "pool"),
     ],
 )

@@ -29,6 +29,7 @@ DATA = Path(__file__).parent.parent / "data"
 FAMILIES = (
     *("llama_tied", "qwen2", "qwen3_window", "gemma3", "deepseek_v3", "mamba2", "recurrent_gemma"),
     *("granite_hybrid", "granite_hybrid_experts", "lfm2", "falcon_h1", "gpt_oss", "qwen3_next"),
+    "llama4",
 )
 TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
 ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
