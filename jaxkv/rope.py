@@ -163,10 +163,11 @@ class Rope:
 
         A frequency is unchanged if its pair turns more than `high_freq_factor` times within
         `original` positions. A frequency is divided by `factor` if its pair turns fewer than
-        `low_freq_factor` times. Frequencies between the two limits are interpolated.
+        `low_freq_factor` times. Frequencies between the two limits are interpolated; if the limits
+        are equal, there are none (Llama 4).
 
-        Raises ValueError if `factor` or `original` is not above 0, or `high_freq_factor` is not
-        above `low_freq_factor`.
+        Raises ValueError if `factor` or `original` is not above 0, or `high_freq_factor` is below
+        `low_freq_factor`.
 
         >>> plain = Rope.make(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -176,13 +177,18 @@ class Rope:
         [1.0, 8.0]
         """
         _check_above(0, factor=factor, original=original)
-        _check_above(low_freq_factor, high_freq_factor=high_freq_factor)
+        if not low_freq_factor <= high_freq_factor < math.inf:
+            raise ValueError(
+                f"expected a finite high_freq_factor of at least {low_freq_factor}, got "
+                f"{high_freq_factor}; check the model's config"
+            )
         frequencies = np.asarray(self.frequencies)
         # `fast` is 1 for unchanged frequencies and 0 for divided ones, linear in the number of
-        # turns.
+        # turns, or a step if the limits are equal.
         rotations = original * frequencies / (2 * math.pi)
-        fast = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        fast = np.clip(fast, 0.0, 1.0)
+        width = high_freq_factor - low_freq_factor
+        ahead = rotations - low_freq_factor
+        fast = np.clip(ahead / width, 0.0, 1.0) if width else (ahead > 0).astype(float)
         return replace(
             self, frequencies=tuple((frequencies * (fast + (1 - fast) / factor)).tolist())
         )

@@ -31,6 +31,7 @@ from models.families import (
     granite_hybrid,
     lfm2,
     llama,
+    llama4,
     mamba2,
     olmo2,
     qwen3_5,
@@ -46,6 +47,7 @@ FAMILIES: dict[str, ModuleType] = {
     name: family
     for family in (
         llama,
+        llama4,
         olmo2,
         gemma3,
         mamba2,

@@ -50,6 +50,19 @@ def _rms_norm(
     return y.astype(weight.dtype)
 
 
+class UnitNorm(nnx.Module):
+    """RMS normalisation without weights."""
+
+    def __init__(self, size: int, eps: float):
+        self.size, self.eps = size, eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last dimension of `x` in float32; the result has the dtype of `x`."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return y.astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """A linear map to one or several dimensions, with an optional bias.
 
@@ -127,8 +140,8 @@ class Attention(nnx.Module):
       positions are `step.extra["rope_positions"]`, or those of the step on all axes if it has none.
     bias: whether `qkv` has biases.
     output_bias: whether `output` has a bias.
-    norm: function that makes a norm, given the size of a vector. The function is called once for
-      queries and once for keys. None for no norms.
+    norm: function that makes a norm with an attribute `size`, given the size of a vector. The
+      function is called once for queries and once for keys. None for no norms.
     joint_norms: whether all query heads of a token are normalised as one vector, and all key heads
       of the token as another.
     scale: factor of query-key products; None for 1 / sqrt(D).
@@ -137,6 +150,7 @@ class Attention(nnx.Module):
       value.
     sinks: whether each query head has a sink: one more logit in the softmax, to which no value
       belongs.
+    query_factor: function from positions `[R, T]` to factors of queries; None for no factors.
     """
 
     def __init__(
@@ -150,15 +164,16 @@ class Attention(nnx.Module):
         axes: tuple[int, ...] | None = None,
         bias: bool = False,
         output_bias: bool = False,
-        norm: Callable[[int], RMSNorm] | None = None,
+        norm: Callable[[int], Any] | None = None,
         joint_norms: bool = False,
         scale: float | None = None,
         gated: bool = False,
         sinks: bool = False,
+        query_factor: Callable[[jax.Array], jax.Array] | None = None,
     ):
         c = self.config = config
         self.layer, self.rope, self.axes, self.scale = layer, rope, axes, scale
-        self.gated = gated
+        self.gated, self.query_factor = gated, query_factor
         # Queries, keys and values are one product: with few tokens most time is spent on reading
         # weights, and fewer, larger products read them faster.
         group = c.heads // c.kv_heads
@@ -203,6 +218,8 @@ class Attention(nnx.Module):
             turned = self.rope.rotate(turned, step.positions)
         turned = turned.reshape(qk.shape)
         q, k = jnp.split(turned, [group], axis=3)
+        if self.query_factor:
+            q = q * self.query_factor(step.positions).astype(q.dtype)[..., None, None, None]
         step, out, *mass = jaxkv.attend(
             step,
             self.layer,

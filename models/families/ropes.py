@@ -122,15 +122,10 @@ def _stretch(rope: Rope, rule: str, scaling: dict[str, Any]) -> Rope:
         case "factors":
             return rope.divide(scaling["factors"])
         case "llama3":
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-            if low >= high:
-                raise ValueError(
-                    f"expected low_freq_factor below {high} (high_freq_factor), got {low}"
-                )
             return rope.llama3(
                 factor=scaling["factor"],
-                low_freq_factor=low,
-                high_freq_factor=high,
+                low_freq_factor=scaling["low_freq_factor"],
+                high_freq_factor=scaling["high_freq_factor"],
                 original=original,
             )
         case "yarn":

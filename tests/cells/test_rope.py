@@ -67,6 +67,15 @@ def test_llama3_stretches_long_wavelengths():
     np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-12)
 
 
+def test_llama3_with_equal_limits_is_a_step():
+    options = dict(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original=8192)
+    plain = Rope.make(128, base=500000.0)
+    turns = 8192 * np.array(plain.frequencies) / (2 * np.pi)
+    divisor = np.array(plain.frequencies) / plain.llama3(**options).frequencies
+    np.testing.assert_array_equal(divisor, np.where(turns > 1, 1.0, 16.0))
+    assert {*divisor.tolist()} == {1.0, 16.0}
+
+
 def yarn_reference(size, base, factor, original, fast=32.0, slow=1.0):
     """Section 3.2 of the paper; the ramp is over pairs instead of turns, as its authors' code."""
     frequencies = base ** (-2 * np.arange(size // 2, dtype=np.float64) / size)

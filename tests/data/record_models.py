@@ -26,6 +26,7 @@ RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
 RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]
 QWENS = ["qwen3_5", "qwen3_5_moe"]
+OTHERS = ["llama4"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 # Seeds and gains for texts without repetition.
 T5S = {"t5_gated": (48, 1.2), "t5_tied": (64, 1.5)}
@@ -274,6 +275,15 @@ def record_qwens() -> None:
         save_file(load_file(path) | head.tensors(), path, {"format": "pt"})
 
 
+def record_others() -> None:
+    for seed, name in enumerate(OTHERS):
+        net = recurrent(name, 70 + seed)
+        if hasattr(net, "set_experts_implementation"):
+            net.set_experts_implementation("eager")
+        record_texts(name, net)
+        write(name, net)
+
+
 def pack_experts(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Replace the matrices of experts by random MXFP4 numbers; return these in packed form."""
     packed = {}
@@ -371,6 +381,7 @@ if __name__ == "__main__":
         record_recurrent()
         record_qwens()
         record_rope_of_axes()
+        record_others()
         record_gpt_oss()
         record_deepseeks()
         record_t5s()

@@ -76,6 +76,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
         ("qwen3_next", "another", "split"),
         ("qwen3_5", "itself", "pool"),
         ("qwen3_5_moe", "another", "split"),
+        ("llama4", "another", "split"),
         ("recurrent_gemma", "another", "pool"),
     ],
 )

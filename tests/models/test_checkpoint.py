@@ -250,6 +250,20 @@ def test_tensor_without_effect_is_left_out(tmp_path, name, extra):
     models.load(tmp_path)
 
 
+def test_language_part_of_llama4_folder_is_its_text_model(tmp_path):
+    tensors = load_file(DATA / "llama4" / "model.safetensors")
+    named = {f"language_model.{name}": values for name, values in tensors.items()}
+    named |= dict.fromkeys(
+        ["vision_model.class_embedding", "multi_modal_projector.linear_1.weight"],
+        np.ones(4, np.float32),
+    )
+    text = json.loads((DATA / "llama4" / "config.json").read_text())
+    write_folder(tmp_path, named, {"model_type": "llama4", "text_config": text})
+    found, wanted = models.load(tmp_path), models.load(DATA / "llama4")
+    assert found.config == wanted.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+
+
 HEADS_OF = {"llama_tied": ("lm_head.weight", "model.embed_tokens.weight")}
 HEADS_OF["t5_tied"] = ("encoder.embed_tokens.weight", "shared.weight")
 

@@ -20,6 +20,7 @@ SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
 LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral", "mistral_window"]
 LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
+OTHERS = ["llama4"]
 LATENT = dict(rtol=0, atol=2e-5)
 
 
@@ -139,7 +140,7 @@ SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 FAST = ("llama_tied", Way(20))
 CORE = [(name, WHOLE) for name in ("deepseek_v2_groups", "gemma3", "t5_tied")]
-CORE += [(name, FIRST) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]
+CORE += [(name, FIRST) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", *OTHERS)]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
     *[
@@ -160,6 +161,7 @@ NIGHTLY = [
     *[("qwen3_5_moe", way) for way in (POOLED, SHORT_UBATCHES)],
     *[("gpt_oss", way) for way in (POOLED, ONE_BY_ONE, SHORT_UBATCHES)],
     *[("gpt_oss_mxfp4", way) for way in (ALONE, IN_UBATCHES)],
+    *[(name, way) for name in OTHERS for way in (POOLED, ONE_BY_ONE, IN_UBATCHES)],
 ]
 
 

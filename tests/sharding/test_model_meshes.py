@@ -30,6 +30,7 @@ FAMILIES = (
     *("llama_tied", "qwen2", "qwen3_window", "gemma3", "deepseek_v3", "mamba2", "recurrent_gemma"),
     *("granite_hybrid", "granite_hybrid_experts", "lfm2", "falcon_h1", "gpt_oss", "qwen3_next"),
     *("qwen3_5", "qwen3_5_moe"),
+    "llama4",
 )
 TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
 ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
