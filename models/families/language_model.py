@@ -112,10 +112,15 @@ class LanguageModel(nnx.Module):
         """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return self.vocabulary.logits(x)
 
+    def run_blocks(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply all layers to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        for block in self.blocks:
+            step, x = block(step, x)
+        return step, x
+
     def __call__(self, step: jaxkv.Step) -> tuple[jaxkv.Step, jax.Array]:
         """Run the model; return the step after all layers, and logits `[O, V]`, float32."""
         x = self.embed(step.tokens) if step.embeddings is None else step.embeddings
-        for block in self.blocks:
-            step, x = block(step, x)
+        step, x = self.run_blocks(step, x)
         x = x.reshape(-1, x.shape[-1])[step.outputs]
         return step, self.logits(self.norm(x))

@@ -22,6 +22,7 @@ LLAMAS += ["mistral_window", "qwen2_window", "qwen3_window", "qwen3_moe", "olmo2
 RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
 RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]
+GEMMAS = ["gemma4", "gemma4_experts"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 # Seeds and gains for texts without repetition.
 T5S = {"t5_gated": (48, 1.2), "t5_tied": (64, 1.5)}
@@ -73,6 +74,16 @@ def recurrent(name: str, seed: int) -> torch.nn.Module:
             parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
         if name == "qwen3_next" and key.endswith("A_log"):  # or a state lasts for two tokens
             parameter.sub_(4.0)
+    return net
+
+
+def gemma(name: str, seed: int) -> torch.nn.Module:
+    net = recurrent(name, seed)
+    for key, values in [*net.named_parameters(), *net.named_buffers()]:
+        if key.endswith("layer_scalar"):
+            values.mul_(0.8 + 0.4 * torch.rand(1))
+        elif key.endswith("q_norm.weight"):  # its attention has no scale; training compensates
+            values.mul_(0.5)
     return net
 
 
@@ -158,6 +169,15 @@ def record_recurrent() -> None:
         net = recurrent(name, seed)
         record_texts(name, net)
         write(name, net)
+
+
+def record_gemmas() -> None:
+    """Record the texts of models, computed in float64."""
+    for seed, name in enumerate(GEMMAS):
+        net = gemma(name, seed + 70)
+        write(name, net)
+        net.set_experts_implementation("eager")  # others lack float64
+        record_texts(name, net.double())
 
 
 def pack_experts(net: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -255,6 +275,7 @@ if __name__ == "__main__":
         record_llamas()
         record_gemma3()
         record_recurrent()
+        record_gemmas()
         record_gpt_oss()
         record_deepseeks()
         record_t5s()

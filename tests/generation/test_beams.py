@@ -225,7 +225,8 @@ def test_beam_ends_where_powers_of_the_length_exceed_float32():
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "streams"),
-    [("llama_tied", 4), ("granite_hybrid", 1), ("qwen3_next", 1), ("recurrent_gemma", 4)],
+    [("llama_tied", 4), ("granite_hybrid", 1), ("qwen3_next", 1), ("gemma4", 4)]
+    + [("recurrent_gemma", 4)],
 )
 def test_beam_of_a_model_matches_search_without_cache(name, streams):
     """States allow a rollback of one step, so ended texts may have no cached tokens."""
