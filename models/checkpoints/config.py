@@ -88,10 +88,10 @@ class Config(Mapping[str, Any]):
         if self[whole] % self[part]:
             raise self.refusal(whole, f"a multiple of {part} ({self[part]})")
 
-    def check_chosen(self, experts: str) -> None:
+    def check_chosen(self, experts: str, chosen: str = "num_experts_per_tok") -> None:
         """Raise `ModelError` if a token selects no expert, or more experts than there are."""
-        if not 1 <= self["num_experts_per_tok"] <= self[experts]:
-            raise self.refusal("num_experts_per_tok", f"1 to {self[experts]} experts")
+        if not 1 <= self[chosen] <= self[experts]:
+            raise self.refusal(chosen, f"1 to {self[experts]} experts")
 
     def refusal(self, key: str, expected: str, value: Any = None) -> ModelError:
         """Return the `ModelError` for the value of a key, or for `value`, a part of it."""

@@ -21,7 +21,8 @@ from models.kinds import TOKEN, check, refusal, several
 _MULTIMODAL = re.compile(r"^(language_model\.model|model\.language_model|model\.text_model)\.")
 """Beginnings of names of the language part in multimodal models."""
 _HEADLESS = re.compile(
-    r"(embed_tokens|embeddings|embedding_norm|final_layernorm|layers|norm|norm_f)\."
+    r"(embed_tokens(_per_layer)?|embeddings|embedding_norm|final_layernorm|layers|norm|norm_f"
+    r"|per_layer_(model_projection|projection_norm)|altup_(unembed_)?projections)\."
 )
 """Beginnings of names in files of a model without its head."""
 _EMBEDDINGS = ("model.embed_tokens.weight", "backbone.embeddings.weight", "shared.weight")

@@ -112,29 +112,26 @@ def read_config(folder: Path) -> Config:
             )
         whole_model = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         made = whole_model.get_text_config()
-        if made.is_heterogeneous:
-            raise ModelError(
-                f"{path}: expected the same settings in all layers, got per_layer_config; give "
-                "another model."
-            )
         if getattr(made, "rope_parameters", None):  # as models do, after undeclared keys are set
             made.standardize_rope_params()
         values = _values(made)
-        if made is not whole_model:  # the head belongs to the larger model, and has no soft limit
+        if made is not whole_model:  # the head belongs to the larger model
             values["tie_word_embeddings"] = whole_model.tie_word_embeddings
-            values["final_logit_softcapping"] = None
+            if made.model_type == "gemma3_text":  # a soft limit that the larger model lacks
+                values["final_logit_softcapping"] = None
         return Config(values, str(path), _defaults(type(made)))
 
 
 def _values(made: Any) -> dict[str, Any]:
     """Return the settings of a config object, completed with the defaults of the model's code."""
+    by_layer = _settings_by_layer(made)
     declared = {field.name for field in fields(made)}
     computed = {"head_dim", "scale_decoder_outputs", "tie_word_embeddings"}
     computed |= {"dense_act_fn", "is_gated_act"}
     if "layer_types" in type(made).attribute_map or hasattr(type(made), "layer_types"):
         computed.add("layer_types")
     values = {name: getattr(made, name) for name in declared | computed if hasattr(made, name)}
-    values["model_type"] = made.model_type
+    values |= {"model_type": made.model_type, "per_layer_config": by_layer}
     if values.get("head_dim") is None and values.get("num_attention_heads"):
         values["head_dim"] = made.hidden_size // made.num_attention_heads
     if "layer_types" not in declared and "sliding_window" in declared:  # one window for all layers
@@ -143,9 +140,22 @@ def _values(made: Any) -> dict[str, Any]:
     return values
 
 
+def _settings_by_layer(made: Any) -> dict[int, dict[str, Any]]:
+    """Return the settings of each layer that has others, by layer number.
+
+    Afterwards, a setting of `made` has the value for the layers that have no other.
+    """
+    spec = getattr(made, "_heterogeneity_spec", None)
+    if spec is None:
+        return {}
+    made.allow_global_per_layer_attribute_access = True
+    return {layer: dict(others) for layer, others in spec.per_layer_overrides.items()}
+
+
 def _defaults(kind: type) -> dict[str, Any]:
     made = kind()
-    return {
+    _settings_by_layer(made)
+    return {"per_layer_config": {}} | {
         field.name: getattr(made, field.name)
         for field in fields(made)
         if field.name not in _WITHOUT_EFFECT.split()

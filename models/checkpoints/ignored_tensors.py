@@ -13,11 +13,13 @@ _COMPUTED = re.compile(
 """Names of tensors that older classes saved: the config determines them, or no class reads them."""
 _OTHER_SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|audio_tower|"
-    r"embed_vision)\..*"
+    r"embed_vision|embed_audio)\..*"
 )
 """Names of tensors for images and audio, which have no effect on tokens of text."""
 _WITH_MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families whose tensors `mtp.*` predict further tokens."""
+_KEYS_VALUES = re.compile(r"\.self_attn\.([kv]_proj|k_norm)\.(weight|bias)$")
+"""Names of tensors from which keys and values are computed."""
 _T5_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """Names of tensors that may repeat `shared.weight`."""
 
@@ -35,5 +37,9 @@ def is_ignored(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool
         # The multi-token prediction layers of DeepSeek V3 follow the others.
         further = config.get("num_mtp_layers", 0)
         if 0 <= int(layer[1]) - config["num_hidden_layers"] < further:
+            return True
+        # Layers that attend to the keys and values of an earlier layer.
+        shared = config.get("num_kv_shared_layers", 0)
+        if int(layer[1]) >= config["num_hidden_layers"] - shared and _KEYS_VALUES.search(name):
             return True
     return bool(_COMPUTED.fullmatch(name) or _OTHER_SENSES.fullmatch(name))

@@ -109,17 +109,21 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(checkpoint)
 
     def block(_: int, layer: str) -> dict:
-        attention = f"{layer}.self_attn"
-        return {
-            "attention_norm": source.norm(f"{layer}.input_layernorm"),
-            "attention": source.attention(attention, kv_heads=config.kv_heads, norms="norm"),
-            "after_attention_norm": source.norm(f"{layer}.post_attention_layernorm"),
-            "feed_norm": source.norm(f"{layer}.pre_feedforward_layernorm"),
-            "feed": source.gated_feed(f"{layer}.mlp"),
-            "after_feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
-        }
+        attention = source.attention(f"{layer}.self_attn", kv_heads=config.kv_heads, norms="norm")
+        return layer_weights(source, layer) | {"attention": attention}
 
     return source.language_model(block, config)
+
+
+def layer_weights(source: Sources, layer: str) -> dict[str, Any]:
+    """Return the tensors for the norms and the feed-forward part of a layer."""
+    return {
+        "attention_norm": source.norm(f"{layer}.input_layernorm"),
+        "after_attention_norm": source.norm(f"{layer}.post_attention_layernorm"),
+        "feed_norm": source.norm(f"{layer}.pre_feedforward_layernorm"),
+        "feed": source.gated_feed(f"{layer}.mlp"),
+        "after_feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
+    }
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:

@@ -118,15 +118,19 @@ class LanguageModel(nnx.Module):
         """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return self.vocabulary.logits(x)
 
+    def run_blocks(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
+        """Apply all layers to `x`, `[R, T, width]`; return the next step and the new `x`."""
+        for block in self.blocks:
+            step, x = block(step, x)
+        return step, x
+
     def __call__(self, step: jaxkv.Step) -> tuple[jaxkv.Step, *tuple[jax.Array, ...]]:
         """Run the model; return the step after all layers, and logits `[O, V]`, float32.
 
         With `return_features`, the third result is `[O, width]`, the normalised output of the last
         layer.
         """
-        x = self.inputs(step)
-        for block in self.blocks:
-            step, x = block(step, x)
+        step, x = self.run_blocks(step, self.inputs(step))
         x = self.norm(x.reshape(-1, x.shape[-1])[step.outputs])
         features = (x,) if getattr(self.config, "return_features", False) else ()
         return step, self.logits(x), *features

@@ -19,19 +19,28 @@ class RMSNorm(nnx.Module):
 
     groups: number of parts of a vector that are normalised separately.
     less_one: whether the stored weight is the factor minus 1, as in Gemma.
+    weighted: whether there is a weight. If not, all factors are 1.
     """
 
     def __init__(
-        self, size: int, eps: float, dtype: jnp.dtype, *, groups: int = 1, less_one: bool = False
+        self,
+        size: int,
+        eps: float,
+        dtype: jnp.dtype,
+        *,
+        groups: int = 1,
+        less_one: bool = False,
+        weighted: bool = True,
     ):
-        self.weight = nnx.Param(jnp.full(size, 0 if less_one else 1, dtype))
+        if weighted:
+            self.weight = nnx.Param(jnp.full(size, 0 if less_one else 1, dtype))
         self.size, self.eps, self.groups, self.less_one = size, eps, groups, less_one
+        self.weighted, self.dtype = weighted, dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last dimension of `x`; the result has the dtype of the weight."""
-        return _rms_norm(
-            x, self.weight[...], eps=self.eps, groups=self.groups, less_one=self.less_one
-        )
+        weight = self.weight[...] if self.weighted else jnp.ones(self.size, self.dtype)
+        return _rms_norm(x, weight, eps=self.eps, groups=self.groups, less_one=self.less_one)
 
 
 @partial(jax.jit, static_argnames=("eps", "groups", "less_one"))
@@ -135,6 +144,10 @@ class Attention(nnx.Module):
     projection are `[width, H * D]`, with query heads in the order of `qkv`.
 
     layer: layer number in the cache.
+    writes: whether the layer writes keys and values. If not, it attends to those that an earlier
+      layer wrote under the same layer number, and `qkv` has rows for query heads alone.
+    keys_are_values: whether the projections of keys are also those of values, before norms and
+      rotation. If so, `qkv` has no rows for values.
     rope: rotary embedding of queries and keys; None for no rotation.
     axes: for a rope with positions on several axes, the axis of each pair, see `Rope.rotate`. The
       positions are `step.extra["rope_positions"]`, or those of the step on all axes if it has none.
@@ -144,6 +157,7 @@ class Attention(nnx.Module):
       function is called once for queries and once for keys. None for no norms.
     joint_norms: whether all query heads of a token are normalised as one vector, and all key heads
       of the token as another.
+    value_norm: norm of each value; None for no norm.
     scale: factor of query-key products; None for 1 / sqrt(D).
     gated: whether the output of each query head is multiplied by the sigmoid of a gate of size D.
       If so, `qkv` is `[K, (2 * G + 2) * D, width]`: the rows for G gates follow the rows for the
@@ -166,18 +180,22 @@ class Attention(nnx.Module):
         output_bias: bool = False,
         norm: Callable[[int], Any] | None = None,
         joint_norms: bool = False,
+        value_norm: RMSNorm | None = None,
         scale: float | None = None,
         gated: bool = False,
         sinks: bool = False,
         query_factor: Callable[[jax.Array], jax.Array] | None = None,
+        writes: bool = True,
+        keys_are_values: bool = False,
     ):
         c = self.config = config
         self.layer, self.rope, self.axes, self.scale = layer, rope, axes, scale
         self.gated, self.query_factor = gated, query_factor
+        self.writes, self.value_rows = writes, writes and not keys_are_values
         # Queries, keys and values are one product: with few tokens most time is spent on reading
         # weights, and fewer, larger products read them faster.
         group = c.heads // c.kv_heads
-        size = (group + 2 + group * gated) * c.head_dim
+        size = (group + writes + self.value_rows + group * gated) * c.head_dim
         by_head = partial(Split, parts=c.kv_heads, of="key/value heads")
         self.qkv = Linear(
             c.width, (c.kv_heads, size), dtype, rngs, bias=bias, split=by_head(axis=0)
@@ -187,9 +205,10 @@ class Attention(nnx.Module):
         )
         self.norms = norm is not None
         if norm is not None:
-            self.q_norm, self.k_norm = (
-                norm(c.head_dim * (heads if joint_norms else 1)) for heads in (c.heads, c.kv_heads)
-            )
+            self.q_norm = norm(c.head_dim * (c.heads if joint_norms else 1))
+            if writes:
+                self.k_norm = norm(c.head_dim * (c.kv_heads if joint_norms else 1))
+        self.v_norm = value_norm if writes else None
         self.has_sinks = sinks
         if sinks:
             self.sinks = nnx.Param(jnp.zeros(c.heads, dtype), split=by_head(axis=0))
@@ -201,16 +220,22 @@ class Attention(nnx.Module):
 
         The argument `added` is a bias of attention logits, see `jaxkv.attend`; None for no bias.
         """
-        c = self.config
+        c, writes = self.config, self.writes
         group, token = c.heads // c.kv_heads, x.shape[:2]
         qkv = self.qkv(x).reshape(*token, c.kv_heads, -1, c.head_dim)
-        qk, v, gate = jnp.split(qkv, [group + 1, group + 2], axis=3)
+        ends = [group + writes, group + writes + self.value_rows]
+        qk, v, gate = jnp.split(qkv, ends, axis=3)
+        if writes and not self.value_rows:
+            v = qk[:, :, :, group:]
         if self.norms:
-            pairs = zip((self.q_norm, self.k_norm), jnp.split(qk, [group], axis=3), strict=True)
+            norms = (self.q_norm, self.k_norm) if writes else (self.q_norm,)
+            pairs = zip(norms, jnp.split(qk, [group] if writes else [], axis=3), strict=True)
             qk = jnp.concatenate(
                 [norm(y.reshape(*token, -1, norm.size)).reshape(y.shape) for norm, y in pairs],
                 axis=3,
             )
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         turned = qk.reshape(*token, -1, c.head_dim)
         if self.rope and self.axes and "rope_positions" in (step.extra or {}):
             turned = self.rope.rotate(turned, step.extra["rope_positions"], self.axes)
@@ -220,10 +245,11 @@ class Attention(nnx.Module):
         q, k = jnp.split(turned, [group], axis=3)
         if self.query_factor:
             q = q * self.query_factor(step.positions).astype(q.dtype)[..., None, None, None]
+        parts = [part.reshape(*token, -1, c.head_dim) for part in (q, k, v)]
         step, out, *mass = jaxkv.attend(
             step,
             self.layer,
-            *(part.reshape(*token, -1, c.head_dim) for part in (q, k, v)),
+            *(parts if writes else parts[:1]),
             scale=self.scale,
             sinks=self.sinks[...] if self.has_sinks else None,
             bias=added,

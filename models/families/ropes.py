@@ -1,6 +1,7 @@
 """Rotary embeddings from the configs of models."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jaxkv
@@ -32,6 +33,8 @@ def rope_of(
     c, source = checkpoint.config, checkpoint.source
     values = _parameters(checkpoint, kind)
     rule, factor = values["rope_type"], values.get("partial_rotary_factor") or 1.0
+    if rule == "proportional":  # the factor is not of the size, see `_stretch`
+        factor = 1.0
     if factor != 1 and not partly:
         if rule != "default":
             raise refusal(factor, "1.0, since heads are rotated as a whole,", _PART, source)
@@ -110,6 +113,7 @@ _NEEDS = {
         "original_max_position_embeddings",
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 """Parameters of each scaling rule that must be given."""
 
@@ -121,6 +125,13 @@ def _stretch(rope: Rope, rule: str, scaling: dict[str, Any]) -> Rope:
             return rope.linear(factor=scaling["factor"])
         case "factors":
             return rope.divide(scaling["factors"])
+        case "proportional":  # the slowest pairs of the whole head are not rotated
+            share, pairs = scaling.get(_PART, 1.0), len(rope.frequencies)
+            if not 0 <= share <= 1:
+                raise ValueError(f"expected {_PART} from 0 to 1, got {share}")
+            rotated = int(share * 2 * pairs // 2)
+            faster = rope.linear(factor=scaling.get("factor", 1.0)).frequencies[:rotated]
+            return replace(rope, frequencies=faster + (0.0,) * (pairs - rotated))
         case "llama3":
             return rope.llama3(
                 factor=scaling["factor"],

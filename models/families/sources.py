@@ -59,20 +59,22 @@ class Sources:
         output_bias: bool = False,
         output: str = "o_proj",
         norms: str | None = None,
+        letters: str = "qkv",
         arrange: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> dict[str, dict]:
-        """Return the tensors for an `Attention`.
+        """Return the tensors for an `Attention`; `letters` are those of its projections.
 
         The name of the output projection in the checkpoint is `output`. The name of a norm is
         `norms` after "q_" or "k_"; None for no norms. The function `arrange` rearranges `qkv`.
         """
-        names = (f"{name}.{letter}_proj" for letter in "qkv")
+        names = (f"{name}.{letter}_proj" for letter in letters)
         tree = {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1, arrange=arrange),
             "output": self.linear(f"{name}.{output}", bias=output_bias),
         }
         if norms:
-            tree |= {f"{letter}_norm": self.norm(f"{name}.{letter}_{norms}") for letter in "qk"}
+            normed = [letter for letter in letters if letter in "qk"]
+            tree |= {f"{letter}_norm": self.norm(f"{name}.{letter}_{norms}") for letter in normed}
         return tree
 
     def gated_feed(

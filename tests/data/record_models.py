@@ -27,6 +27,7 @@ RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurren
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]
 QWENS = ["qwen3_5", "qwen3_5_moe"]
 OTHERS = ["llama4"]
+GEMMAS = ["gemma4", "gemma4_experts"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 # Seeds and gains for texts without repetition.
 T5S = {"t5_gated": (48, 1.2), "t5_tied": (64, 1.5)}
@@ -78,6 +79,16 @@ def recurrent(name: str, seed: int) -> torch.nn.Module:
             parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
         if name.startswith("qwen3_") and key.endswith("A_log"):  # or a state lasts for two tokens
             parameter.sub_(4.0)
+    return net
+
+
+def gemma(name: str, seed: int) -> torch.nn.Module:
+    net = recurrent(name, seed)
+    for key, values in [*net.named_parameters(), *net.named_buffers()]:
+        if key.endswith("layer_scalar"):
+            values.mul_(0.8 + 0.4 * torch.rand(1))
+        elif key.endswith("q_norm.weight"):  # its attention has no scale; training compensates
+            values.mul_(0.5)
     return net
 
 
@@ -284,6 +295,15 @@ def record_others() -> None:
         write(name, net)
 
 
+def record_gemmas() -> None:
+    """Record the texts of models, computed in float64."""
+    for seed, name in enumerate(GEMMAS):
+        net = gemma(name, seed + 70)
+        write(name, net)
+        net.set_experts_implementation("eager")  # others lack float64
+        record_texts(name, net.double())
+
+
 def pack_experts(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Replace the matrices of experts by random MXFP4 numbers; return these in packed form."""
     packed = {}
@@ -382,6 +402,7 @@ if __name__ == "__main__":
         record_qwens()
         record_rope_of_axes()
         record_others()
+        record_gemmas()
         record_gpt_oss()
         record_deepseeks()
         record_t5s()

@@ -230,6 +230,7 @@ def test_beam_ends_where_powers_of_the_length_exceed_float32():
         ("granite_hybrid", 1),
         ("qwen3_next", 1),
         ("qwen3_5", 1),
+        ("gemma4", 4),
         ("recurrent_gemma", 4),
     ],
 )

@@ -21,6 +21,7 @@ LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral",
 LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 OTHERS = ["llama4"]
+GEMMAS = ["gemma4", "gemma4_experts"]
 LATENT = dict(rtol=0, atol=2e-5)
 
 
@@ -137,10 +138,12 @@ FIRST = Way(128, steps=False, texts=1)
 # A window cache is smaller than the text, so that its cells are reused several times.
 SMALL = dict.fromkeys(LLAMAS, dict(cells=128, ubatch_size=20, max_rollback=4))
 SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
+SMALL |= dict.fromkeys(GEMMAS, dict(cells=512, ubatch_size=16, max_rollback=4))
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 FAST = ("llama_tied", Way(20))
 CORE = [(name, WHOLE) for name in ("deepseek_v2_groups", "gemma3", "t5_tied")]
 CORE += [(name, FIRST) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", *OTHERS)]
+CORE += [("gemma4", Way(16, steps=False, texts=1))]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
     *[
@@ -162,6 +165,8 @@ NIGHTLY = [
     *[("gpt_oss", way) for way in (POOLED, ONE_BY_ONE, SHORT_UBATCHES)],
     *[("gpt_oss_mxfp4", way) for way in (ALONE, IN_UBATCHES)],
     *[(name, way) for name in OTHERS for way in (POOLED, ONE_BY_ONE, IN_UBATCHES)],
+    *[(name, way) for name in GEMMAS for way in (POOLED, ONE_BY_ONE, Way(16, max_rollback=2))],
+    *[(name, Way(1, streams=4, full_windows=True)) for name in GEMMAS],
 ]
 
 

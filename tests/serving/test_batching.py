@@ -290,6 +290,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
     [
         ("llama_tied", 10, True, (4, 9)),
         ("gemma3", 1, True, (4, 9)),
+        ("gemma4", 2, True, (4, 9)),
         ("mamba2", 10, False, (4, 9)),
         ("granite_hybrid", 1, False, None),
         ("granite_hybrid", 2, True, (4, 9)),

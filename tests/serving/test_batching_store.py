@@ -239,7 +239,9 @@ class Counting:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "mamba2", "granite_hybrid", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "gemma3", "gemma4", "mamba2", "granite_hybrid", "qwen3_5"]
+)
 def test_engine_store_computes_common_tokens_once(name):
     """64 prompts, 8 at once, with cells for 512 common tokens and the rest of 16 texts."""
     own, max_new_tokens = 3, 10
