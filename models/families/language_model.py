@@ -110,7 +110,7 @@ class LanguageModel(nnx.Module):
         """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
         return self.vocabulary.embed(tokens)
 
-    def inputs(self, step: jaxkv.Step) -> jax.Array:
+    def embed_step(self, step: jaxkv.Step) -> jax.Array:
         """Return the input of the first layer, `[R, T, width]`."""
         return self.embed(step.tokens) if step.embeddings is None else step.embeddings
 
@@ -130,7 +130,7 @@ class LanguageModel(nnx.Module):
         With `return_features`, the third result is `[O, width]`, the normalised output of the last
         layer.
         """
-        step, x = self.run_blocks(step, self.inputs(step))
+        step, x = self.run_blocks(step, self.embed_step(step))
         x = self.norm(x.reshape(-1, x.shape[-1])[step.outputs])
         features = (x,) if getattr(self.config, "return_features", False) else ()
         return step, self.logits(x), *features

@@ -30,9 +30,9 @@ class MtpHead(GatedDelta):
         )
         self.join = Linear(2 * c.width, c.width, dtype, rngs)
 
-    def inputs(self, step: jaxkv.Step) -> jax.Array:
+    def embed_step(self, step: jaxkv.Step) -> jax.Array:
         """Return the input of the layer, `[R, T, width]`, from tokens and features."""
-        both = self.token_norm(super().inputs(step)), self.feature_norm(step.extra["features"])
+        both = self.token_norm(super().embed_step(step)), self.feature_norm(step.extra["features"])
         return self.join(jnp.concatenate(both, axis=-1))
 
 
