@@ -19,7 +19,8 @@ LADDERS = {  # each rung may import from itself and from those before it
     " | step | planning kv recurrent hybrid | api plot sharding make | snapshot | generation"
     " | serving | __init__",
     "models": "errors | kinds json_file compiling room meshes | text | checkpoints texts | families"
-    " | model | run costs fingerprint mtp | generate chat | search serving | cli | __init__ __main__",
+    " | model | run costs fingerprint mtp | generate chat | search serving | cli"
+    " | __init__ __main__",
 }
 
 
