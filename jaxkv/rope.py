@@ -295,7 +295,7 @@ def _rotate(
     rope: Rope,
     axes: tuple[int, ...] | None,
     x: Float[Array | np.ndarray, "*n H D"],
-    positions: Int[Array, ...],
+    positions: Int[Array, "*n"] | Int[Array, "*n axes"],
 ) -> Float[Array, "*n H D"]:
     pairs = len(rope.frequencies)
     positions = positions[..., None] if axes is None else positions[..., np.array(axes, np.int32)]
@@ -313,7 +313,7 @@ def _rotate(
 
 
 def _angles(
-    positions: Int[Array, "*n pairs"] | Int[Array, "*n 1"], frequencies: tuple[float, ...]
+    positions: Int[Array, "*n 1"] | Int[Array, "*n pairs"], frequencies: tuple[float, ...]
 ) -> Float[Array, "*n pairs"]:
     """Return the angle of each pair in float32, with full turns removed.
 
