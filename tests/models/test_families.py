@@ -20,7 +20,7 @@ SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
 LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral", "mistral_window"]
 LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
-GEMMAS = ["gemma4", "gemma4_experts"]
+GEMMAS = ["gemma3n", "gemma4", "gemma4_experts"]
 LATENT = dict(rtol=0, atol=2e-5)
 
 
