@@ -13,6 +13,7 @@ _INTS = (
     (re.compile("token_id"), whole(-(2**31), 2**31 - 2)),
     (re.compile("layers"), whole(0, LAYERS)),
     (re.compile("experts"), whole(0, 2**14)),
+    (re.compile("num_inputs"), whole(2, 2**8)),
     (re.compile("hidden_size_per_layer"), whole(0, 2**31 - 2)),
     # A rotary embedding is a tuple of half as many numbers as a head.
     (re.compile("d_kv|group|head|rank|state"), whole(1, 2**14)),

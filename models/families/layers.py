@@ -150,7 +150,7 @@ class Attention(nnx.Module):
       rotation. If so, `qkv` has no rows for values.
     rope: rotary embedding of queries and keys; None for no rotation.
     axes: for a rope with positions on several axes, the axis of each pair, see `Rope.rotate`. The
-      positions are `step.extra["rope_positions"]`, or those of the step on all axes if it has none.
+      positions are those of the step plus `step.extra["rope_offsets"]`, `[R, T, axes]`, if given.
     bias: whether `qkv` has biases.
     output_bias: whether `output` has a bias.
     norm: function that makes a norm with an attribute `size`, given the size of a vector. The
@@ -237,8 +237,9 @@ class Attention(nnx.Module):
         if self.v_norm is not None:
             v = self.v_norm(v)
         turned = qk.reshape(*token, -1, c.head_dim)
-        if self.rope and self.axes and "rope_positions" in (step.extra or {}):
-            turned = self.rope.rotate(turned, step.extra["rope_positions"], self.axes)
+        if self.rope and self.axes and "rope_offsets" in (step.extra or {}):
+            positions = step.positions[..., None] + step.extra["rope_offsets"]
+            turned = self.rope.rotate(turned, positions, self.axes)
         elif self.rope:
             turned = self.rope.rotate(turned, step.positions)
         turned = turned.reshape(qk.shape)

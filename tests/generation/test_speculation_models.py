@@ -70,6 +70,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     [
         ("llama_tied", "itself", "pool"),
         ("gemma3", "another", "split"),
+        ("gemma3n", "another", "pool"),
         ("gemma4", "another", "split"),
         ("mamba2", "itself", "pool"),
         ("granite_hybrid", "lookup", "pool"),

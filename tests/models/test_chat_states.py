@@ -15,7 +15,8 @@ from tests.models.speaking import CELLS, copy_chat, say, tiny
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "name", ["gemma3", "gemma4", "granite_hybrid", "mamba2", "qwen3_5", "recurrent_gemma"]
+    "name",
+    ["gemma3", "gemma3n", "gemma4", "granite_hybrid", "mamba2", "qwen3_5", "recurrent_gemma"],
 )
 def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
     speaker = Speaker(model=tiny(name), max_tokens=4, ubatch_size=16)

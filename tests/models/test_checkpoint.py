@@ -19,6 +19,7 @@ from models.checkpoints import hf_folder
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.model import tensor_problems
+from tests.helpers.parametrize import mark_cases
 from tests.models import tiny_files
 from tests.models.tiny_files import (
     CONFIG,
@@ -120,6 +121,25 @@ def test_folder_of_larger_model_gives_language_part(tmp_path):
     assert held.config["num_attention_heads"] == 8 and held.config["head_dim"] == 256
     wanted = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     assert held.config["layer_types"] == wanted
+
+
+@pytest.mark.parametrize("name", mark_cases(["gemma3n", "gemma4"], core=["gemma4"]))
+def test_folder_of_larger_gemma_gives_the_same_model(tmp_path, name):
+    """Later layers of some files have keys of their own, which no class reads."""
+    inner = json.loads((DATA / name / "config.json").read_text())
+    tensors = load_file(DATA / name / "model.safetensors")
+    tensors["model.layers.4.self_attn.k_proj.weight"] = np.ones((2, 2), np.float32)
+    tensors = {key.replace("model.", "model.language_model.", 1): x for key, x in tensors.items()}
+    others = ("vision_tower.a", "audio_tower.b", "embed_vision.c", "embed_audio.d")
+    tensors |= {f"model.{other}.weight": np.ones(3, np.float32) for other in others}
+    config = {"model_type": inner["model_type"].removesuffix("_text"), "text_config": inner}
+    found = models.load(write_folder(tmp_path / "hf", tensors, config))
+    wanted = models.load(DATA / name)
+    assert found.config == wanted.config and found.config.final_softcap == 5.0
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    tensors["model.language_model.layers.2.self_attn.k_proj.bias"] = np.ones(2, np.float32)
+    with pytest.raises(ModelError, match=r"1 unused \(model\.language_model\.layers\.2\."):
+        models.load(write_folder(tmp_path / "more", tensors, config))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral",
 LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 OTHERS = ["llama4"]
-GEMMAS = ["gemma4", "gemma4_experts"]
+GEMMAS = ["gemma3n", "gemma4", "gemma4_experts"]
 LATENT = dict(rtol=0, atol=2e-5)
 
 
@@ -216,12 +216,12 @@ def test_beam_matches_generate_of_transformers(name):
 
 def feed_grid(model, run, cache, start, stop, ubatch_size, sequence=0):
     """Feed embeddings of a text around a grid of patches, with positions on three axes."""
-    extra = {"rope_positions": run["grid_positions"][start:stop]}
+    offsets = run["grid_positions"] - np.arange(32, dtype=np.int32)[:, None]
     batch = make_batch(
         embeddings=run["grid_embeddings"][start:stop],
         sequences=sequence,
         outputs=np.ones(stop - start, bool),
-        extra=extra,
+        extra={"rope_offsets": offsets[start:stop]},
     )
     plan, found = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size), []
     for ubatch in plan.ubatches:

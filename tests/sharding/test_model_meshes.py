@@ -31,6 +31,7 @@ FAMILIES = (
     *("granite_hybrid", "granite_hybrid_experts", "lfm2", "falcon_h1", "gpt_oss", "qwen3_next"),
     *("qwen3_5", "qwen3_5_moe"),
     "llama4",
+    "gemma3n",
     "gemma4",
 )
 TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
@@ -148,8 +149,9 @@ def test_model_step_on_mesh_sends_sums(name):
     # Attention and feed-forward of each layer; gemma3 has one key head, so its attention is whole.
     exact = {"llama_tied": 2 * layers + 1, "gemma3": layers + 1}
     assert {name for name, _ in sent} == {"all-reduce"}
-    tables = 1 + (getattr(model.config, "inputs", None) is not None)  # of embeddings
-    assert len(sent) <= 2 * layers + tables and len(sent) == exact.get(name, len(sent))
+    others = 1 + (getattr(model.config, "inputs", None) is not None)  # embeddings
+    others += 2 * sum(share > 0 for share in getattr(model.config, "sparsity", ()))  # of gates
+    assert len(sent) <= 2 * layers + others and len(sent) == exact.get(name, len(sent))
 
 
 RECURRENT = ["mamba2", "recurrent_gemma", "falcon_h1", "lfm2", "qwen3_next", "qwen3_5"]
