@@ -25,6 +25,7 @@ from models.compiling import Progress
 from models.errors import ModelError, few, first_line
 from models.families import (
     deepseek,
+    deepseek_v32,
     falcon_h1,
     gemma3,
     gpt_oss,
@@ -33,6 +34,7 @@ from models.families import (
     llama,
     llama4,
     mamba2,
+    nemotron_h,
     olmo2,
     qwen3_next,
     recurrent_gemma,
@@ -50,12 +52,14 @@ FAMILIES: dict[str, ModuleType] = {
         olmo2,
         gemma3,
         mamba2,
+        nemotron_h,
         granite_hybrid,
         recurrent_gemma,
         lfm2,
         falcon_h1,
         qwen3_next,
         deepseek,
+        deepseek_v32,
         gpt_oss,
         t5,
     )

@@ -24,13 +24,15 @@ def is_ignored(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool
     if config["model_type"] == "t5" and name in _T5_COPIES:
         shared = tensors.get("shared.weight")
         return shared is not None and tensors[name].repeats(shared)
-    if config["model_type"] == "qwen3_next" and name.startswith("mtp."):  # predicts further tokens
-        return True
+    if config["model_type"] in ("qwen3_next", "nemotron_h") and name.startswith("mtp."):
+        return True  # predicts further tokens
     if name == "lm_head.weight":  # repeats the embedding
         return bool(config["tie_word_embeddings"])
     if layer := re.match(r"model\.layers\.(\d+)\.", name):
-        # The multi-token prediction layers of DeepSeek V3 follow the others.
-        further = config.get("num_mtp_layers", 0)
+        # The multi-token prediction layers of DeepSeek follow the others. The class of V3.2 drops
+        # their number, which is 1 in its files.
+        is_v32 = config["model_type"] == "deepseek_v32"
+        further = 1 if is_v32 else config.get("num_mtp_layers", 0)
         if 0 <= int(layer[1]) - config["num_hidden_layers"] < further:
             return True
     return bool(_COMPUTED.fullmatch(name) or _OTHER_SENSES.fullmatch(name))

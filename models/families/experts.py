@@ -119,10 +119,15 @@ class Experts(nnx.Module):
             self.up_bias = nnx.Param(zeros, split=inside(axis=1))
             self.down_bias = nnx.Param(jnp.zeros((count, width), dtype))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return, for each token, the sum of expert outputs, each multiplied by its factor."""
+    def __call__(self, x: jax.Array, routed: jax.Array | None = None) -> jax.Array:
+        """Return, for each token, the sum of expert outputs, each multiplied by its factor.
+
+        The argument `routed` has the vectors by which experts are selected; None if these are `x`.
+        """
         tokens = x.reshape(-1, self.width)
-        share, expert_ids = self.router(tokens)
+        share, expert_ids = self.router(
+            tokens if routed is None else routed.reshape(-1, routed.shape[-1])
+        )
         share = share.astype(x.dtype)
         few = expert_ids.size <= self.count  # with few tokens, fewer weights are read
         out = (self._by_token if few else self._by_expert)(tokens, share, expert_ids)

@@ -89,7 +89,9 @@ class Sources:
             "down": self.linear(down, bias=bias),
         }
 
-    def experts(self, name: str, *, count: int) -> dict[str, Any]:
+    def experts(
+        self, name: str, *, count: int, parts: tuple[str, ...] = ("gate", "up", "down")
+    ) -> dict[str, Any]:
         """Return the tensors for `Experts`; the checkpoint has separate tensors for each expert."""
 
         def all_of(part: str) -> Tensor:
@@ -97,7 +99,7 @@ class Sources:
             return self.tensor(*names, parts=1, arrange=lambda x: x.swapaxes(1, 2))
 
         router = {"weight": self.tensor(f"{name}.gate.weight")}
-        return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}
+        return {"router": router} | {part: all_of(part) for part in parts}
 
     def language_model(
         self,

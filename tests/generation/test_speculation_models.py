@@ -75,6 +75,8 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
         ("granite_hybrid", "another", "split"),
         ("qwen3_next", "another", "split"),
         ("llama4", "another", "split"),
+        ("nemotron_h", "another", "split"),
+        ("deepseek_v32", "another", "pool"),
         ("recurrent_gemma", "another", "pool"),
     ],
 )

@@ -20,7 +20,7 @@ SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
 LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral", "mistral_window"]
 LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
-OTHERS = ["llama4"]
+OTHERS = ["llama4", "nemotron_h", "deepseek_v32"]
 LATENT = dict(rtol=0, atol=2e-5)
 
 
@@ -160,6 +160,7 @@ NIGHTLY = [
     *[("gpt_oss", way) for way in (POOLED, ONE_BY_ONE, SHORT_UBATCHES)],
     *[("gpt_oss_mxfp4", way) for way in (ALONE, IN_UBATCHES)],
     *[(name, way) for name in OTHERS for way in (POOLED, ONE_BY_ONE, IN_UBATCHES)],
+    ("nemotron_h_latent", WHOLE),
 ]
 
 

@@ -29,7 +29,7 @@ DATA = Path(__file__).parent.parent / "data"
 FAMILIES = (
     *("llama_tied", "qwen2", "qwen3_window", "gemma3", "deepseek_v3", "mamba2", "recurrent_gemma"),
     *("granite_hybrid", "granite_hybrid_experts", "lfm2", "falcon_h1", "gpt_oss", "qwen3_next"),
-    "llama4",
+    *("llama4", "nemotron_h", "deepseek_v32"),
 )
 TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
 ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
@@ -149,7 +149,7 @@ def test_model_step_on_mesh_sends_sums(name):
     assert len(sent) <= 2 * layers + 1 and len(sent) == exact.get(name, len(sent))
 
 
-RECURRENT = ["mamba2", "recurrent_gemma", "falcon_h1", "lfm2", "qwen3_next"]
+RECURRENT = ["mamba2", "recurrent_gemma", "falcon_h1", "lfm2", "qwen3_next", "nemotron_h"]
 
 
 @pytest.mark.parametrize("name", mark_cases(RECURRENT, core=["mamba2"]))
