@@ -25,6 +25,7 @@ from models.compiling import Progress
 from models.errors import ModelError, few, first_line
 from models.families import (
     deepseek,
+    deepseek_v32,
     falcon_h1,
     gemma3,
     gemma3n,
@@ -35,6 +36,7 @@ from models.families import (
     llama,
     llama4,
     mamba2,
+    nemotron_h,
     olmo2,
     qwen3_5,
     qwen3_next,
@@ -55,6 +57,7 @@ FAMILIES: dict[str, ModuleType] = {
         gemma3n,
         gemma4,
         mamba2,
+        nemotron_h,
         granite_hybrid,
         recurrent_gemma,
         lfm2,
@@ -62,6 +65,7 @@ FAMILIES: dict[str, ModuleType] = {
         qwen3_next,
         qwen3_5,
         deepseek,
+        deepseek_v32,
         gpt_oss,
         t5,
     )

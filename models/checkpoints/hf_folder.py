@@ -42,7 +42,7 @@ def open_folder(folder: Path, *, weights: bool = True, values: bool = True) -> C
             f"{folder} has weights that are packed for another program (quantization_config in "
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
-    base = "backbone." if config["model_type"] == "mamba2" else "model."
+    base = "backbone." if config["model_type"] in ("mamba2", "nemotron_h") else "model."
     name = top.get("transformers_weights")
     tensors = _tensors(folder, base, name, packed=bool(packing)) if weights else {}
     if not values:

@@ -127,14 +127,14 @@ def _values(made: Any) -> dict[str, Any]:
     by_layer = _settings_by_layer(made)
     declared = {field.name for field in fields(made)}
     computed = {"head_dim", "scale_decoder_outputs", "tie_word_embeddings"}
-    computed |= {"dense_act_fn", "is_gated_act"}
+    computed |= {"dense_act_fn", "is_gated_act", "num_hidden_layers"}
     if "layer_types" in type(made).attribute_map or hasattr(type(made), "layer_types"):
         computed.add("layer_types")
     values = {name: getattr(made, name) for name in declared | computed if hasattr(made, name)}
     values |= {"model_type": made.model_type, "per_layer_config": by_layer}
     if values.get("head_dim") is None and values.get("num_attention_heads"):
         values["head_dim"] = made.hidden_size // made.num_attention_heads
-    if "layer_types" not in declared and "sliding_window" in declared:  # one window for all layers
+    if "layer_types" not in values and "sliding_window" in declared:  # one window for all layers
         kind = "full_attention" if made.sliding_window is None else "sliding_attention"
         values["layer_types"] = [kind] * made.num_hidden_layers
     return values

@@ -16,7 +16,7 @@ _OTHER_SENSES = re.compile(
     r"embed_vision|embed_audio)\..*"
 )
 """Names of tensors for images and audio, which have no effect on tokens of text."""
-_WITH_MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_WITH_MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")
 """Families whose tensors `mtp.*` predict further tokens."""
 _KEYS_VALUES = re.compile(r"\.self_attn\.([kv]_proj|k_norm)\.(weight|bias)$")
 """Names of tensors from which keys and values are computed."""
@@ -34,8 +34,10 @@ def is_ignored(name: str, tensors: Mapping[str, Tensor], config: Config) -> bool
     if name == "lm_head.weight":  # repeats the embedding
         return bool(config["tie_word_embeddings"])
     if layer := re.match(r"model\.layers\.(\d+)\.", name):
-        # The multi-token prediction layers of DeepSeek V3 follow the others.
-        further = config.get("num_mtp_layers", 0)
+        # The multi-token prediction layers of DeepSeek follow the others. The class of V3.2 drops
+        # their number, which is 1 in its files.
+        is_v32 = config["model_type"] == "deepseek_v32"
+        further = 1 if is_v32 else config.get("num_mtp_layers", 0)
         if 0 <= int(layer[1]) - config["num_hidden_layers"] < further:
             return True
         # Layers that attend to the keys and values of an earlier layer.

@@ -1,7 +1,7 @@
 """Cache specs and cache options of models, by kind of layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ class CrossAttends:
 
 
 Kept = Attends | Recurs | CrossAttends
-Layer = Kept | tuple[Kept, ...]  # several for a layer with attention and a recurrence
+Layer = Kept | tuple[Kept, ...]  # several for a layer with attention and a recurrence, or none
 
 
 def all_kept(layers: Sequence[Layer]) -> list[tuple[int, Kept]]:
@@ -79,12 +79,13 @@ def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
     """Return the cache spec of L layers, each of one or several kinds.
 
     If there are several kinds, the spec is hybrid and has one part for each kind. The parts are in
-    the order in which their kinds first occur in `layers`. Layers in a part may have different
-    ropes.
+    the order in which their kinds first occur in `layers`. Attention layers with the same window
+    are of one kind; they may have different ropes and sizes. The spec is also hybrid if the cache
+    stores nothing for some layers, which are empty tuples.
     """
-    kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
+    kinds: list[tuple[Any, list[tuple[int, Kept]]]] = []
     for i, kept in all_kept(layers):
-        kind = replace(kept, rope=None) if isinstance(kept, Attends) else kept
+        kind = kept.window if isinstance(kept, Attends) else kept
         for group_kind, members in kinds:
             if kind == group_kind:
                 members.append((i, kept))
@@ -92,13 +93,15 @@ def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
         else:
             kinds.append((kind, [(i, kept)]))
     parts = [
-        (_part(kind, [kept for _, kept in members]), [i for i, _ in members])
-        for kind, members in kinds
+        (_part([kept for _, kept in members]), [i for i, _ in members]) for _, members in kinds
     ]
-    return parts[0][0] if len(parts) == 1 else jaxkv.CacheSpec.hybrid(*parts)
+    if len(parts) == 1 and len(parts[0][1]) == len(layers):
+        return parts[0][0]
+    return jaxkv.CacheSpec.hybrid(*parts)
 
 
-def _part(kind: Kept, members: Sequence[Kept]) -> jaxkv.CacheSpec:
+def _part(members: Sequence[Kept]) -> jaxkv.CacheSpec:
+    kind, attends = members[0], [kept for kept in members if isinstance(kept, Attends)]
     if isinstance(kind, Recurs):
         splits = {name: (split.axis, split.parts) for name, split in kind.splits.items()}
         return jaxkv.CacheSpec.recurrent(len(members), kind.states, splits)
@@ -106,11 +109,11 @@ def _part(kind: Kept, members: Sequence[Kept]) -> jaxkv.CacheSpec:
         return jaxkv.CacheSpec.cross_attention(len(members), kind.kv_heads, kind.head_dim)
     return jaxkv.CacheSpec.attention(
         len(members),
-        kind.kv_heads,
-        kind.head_dim,
-        value_dim=kind.value_dim,
+        [kept.kv_heads for kept in attends],
+        [kept.head_dim for kept in attends],
+        [kept.head_dim if kept.value_dim is None else kept.value_dim for kept in attends],
         window=kind.window,
-        rope=tuple(kept.rope for kept in members if isinstance(kept, Attends)),
+        rope=tuple(kept.rope for kept in attends),
     )
 
 

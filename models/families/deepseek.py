@@ -111,11 +111,22 @@ class LatentAttention(nnx.Module):
         self.to_values = heads(shape=(c.heads, c.value_dim, c.rank))
         self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
+    def select(
+        self, step: jaxkv.Step, x: jax.Array, low: jax.Array
+    ) -> tuple[jaxkv.Step, jax.Array | None]:
+        """Return the step and the cells that each token attends to; None for all.
+
+        A subclass may select cells. The argument `low` has the inputs of the query projection.
+        """
+        del x, low
+        return step, None
+
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Attend from `x`, `[R, T, width]`, to the cache; return the step and the output."""
         c = self.config
-        q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
-        q, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
+        low = self.query_norm(self.query_down(x)) if c.query_rank else x
+        step, select = self.select(step, x, low)
+        q, q_rope = jnp.split(self.query(low), [c.nope_dim], axis=-1)
         latent, k_rope = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
         rotate = partial(c.rope.rotate, positions=step.positions)
         # Rotated numbers come first, since a rope rotates the first numbers of a key.
@@ -128,6 +139,7 @@ class LatentAttention(nnx.Module):
             q,
             key,
             scale=c.scale,
+            select=select,
             implementation=c.implementation,
             return_mass=c.return_mass,
         )
@@ -171,10 +183,12 @@ class Router(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention over the cache, a feed-forward part and possibly experts."""
 
+    attention_class = LatentAttention
+
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.attention_norm = RMSNorm(c.width, c.eps, dtype)
-        self.attention = LatentAttention(c, layer, dtype, rngs)
+        self.attention = self.attention_class(c, layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.sparse = layer >= c.dense
         hidden = c.shared_hidden if self.sparse else c.hidden
@@ -204,7 +218,6 @@ class DeepSeek(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
-    newer = checkpoint.architecture == "deepseek_v3"
     nope_dim, rope_dim = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
     equal = {"head_dim": "qk_rope_head_dim", "num_key_value_heads": "num_attention_heads"}
     for key, other in equal.items():
@@ -212,7 +225,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
             raise c.refusal(key, f"{c[other]}, as {other},")
     c.ignore("num_mtp_layers")  # their tensors follow those of the other layers
     rope = rope_of(checkpoint, head_dim=rope_dim)
-    interleaved = c["rope_interleave"] if newer else True
+    interleaved = c["rope_interleave"] if checkpoint.architecture == "deepseek_v3" else True
     return Config(
         layers=c["num_hidden_layers"],
         dense=min(c["first_k_dense_replace"], c["num_hidden_layers"]),
@@ -240,7 +253,7 @@ def routing_of(checkpoint: Checkpoint) -> Routing:
 
     Raises `ModelError` if the numbers of experts and groups contradict each other.
     """
-    c, newer = checkpoint.config, checkpoint.architecture == "deepseek_v3"
+    c, newer = checkpoint.config, checkpoint.architecture != "deepseek_v2"
     experts = c["n_routed_experts"]
     groups, kept = c.get("n_group", 1), c.get("topk_group", 1)
     if not newer and c["topk_method"] == "greedy":  # without groups

@@ -122,10 +122,12 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, routed: jax.Array | None = None) -> jax.Array:
         """Return, for each token, the sum of expert outputs, each multiplied by its factor.
 
-        The argument `routed` is the input of the router, of the shape of `x`; None for `x`.
+        The argument `routed` has the vectors by which experts are selected; None if these are `x`.
         """
         tokens = x.reshape(-1, self.width)
-        share, expert_ids = self.router(tokens if routed is None else routed.reshape(tokens.shape))
+        share, expert_ids = self.router(
+            tokens if routed is None else routed.reshape(-1, routed.shape[-1])
+        )
         share = share.astype(x.dtype)
         few = expert_ids.size <= self.count  # with few tokens, fewer weights are read
         out = (self._by_token if few else self._by_expert)(tokens, share, expert_ids)

@@ -59,6 +59,25 @@ def _rms_norm(
     return y.astype(weight.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Normalisation to mean 0 and variance 1 in float32, then a factor and a bias."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+        self.weight, self.bias = nnx.Param(jnp.ones(size, dtype)), nnx.Param(jnp.zeros(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last dimension of `x`; the result has the dtype of the weight."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        weight, bias = (
+            p[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+            for p in (self.weight, self.bias)
+        )
+        return (y * weight + bias).astype(self.weight.dtype)
+
+
 class UnitNorm(nnx.Module):
     """RMS normalisation without weights."""
 
@@ -295,6 +314,34 @@ class GatedFeed(nnx.Module):
         """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
         gate, up = jnp.unstack(self.gate_up(x), axis=-2)
         return self.down(self.activation(gate) * up)
+
+
+class Feed(nnx.Module):
+    """A feed-forward part without a gate."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: Callable[[jax.Array], jax.Array],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+    ):
+        self.activation = activation
+        inside = partial(Split, parts=hidden, of="numbers inside", with_cells=True)
+        self.up = Linear(width, hidden, dtype, rngs, bias=bias, split=inside(axis=0))
+        self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside(axis=1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
+        return self.down(self.activation(self.up(x)))
+
+
+def relu2(x: jax.Array) -> jax.Array:
+    """Return the square of the positive part of each number, as in Nemotron-H."""
+    return jnp.square(jax.nn.relu(x))
 
 
 def gelu(x: jax.Array) -> jax.Array:

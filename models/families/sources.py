@@ -91,7 +91,9 @@ class Sources:
             "down": self.linear(down, bias=bias),
         }
 
-    def experts(self, name: str, *, count: int) -> dict[str, Any]:
+    def experts(
+        self, name: str, *, count: int, parts: tuple[str, ...] = ("gate", "up", "down")
+    ) -> dict[str, Any]:
         """Return the tensors for `Experts`.
 
         The checkpoint has separate tensors for each expert, or two tensors for all `count` experts.
@@ -108,7 +110,7 @@ class Sources:
             return self.tensor(both, arrange=lambda x: np.split(x, 2, 1)[half].swapaxes(1, 2))
 
         router = {"weight": self.tensor(f"{name}.gate.weight")}
-        return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}
+        return {"router": router} | {part: all_of(part) for part in parts}
 
     def language_model(
         self,

@@ -19,7 +19,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families import language_model
 from models.families.caches import Attends, CrossAttends, Layer
 from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
+from models.families.layers import Attention, Feed, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
 from models.families.sources import Sources
 from models.meshes import Split
 
@@ -104,24 +104,12 @@ class Bias(nnx.Module):
         return self.made(self.table[...].astype(jnp.float32))
 
 
-class Feed(nnx.Module):
-    """A feed-forward part without a gate."""
-
-    def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
-        c = config
-        inside = partial(Split, parts=c.hidden, of="numbers inside", with_cells=True)
-        self.up = Linear(c.width, c.hidden, dtype, rngs, split=inside(axis=0))
-        self.down = Linear(c.hidden, c.width, dtype, rngs, split=inside(axis=1))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
-        return self.down(jax.nn.relu(self.up(x)))
-
-
 def make_feed(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> GatedFeed | Feed:
     """Make the feed-forward part of a layer, with or without a gate."""
     c = config
-    return GatedFeed(c.width, c.hidden, gelu, dtype, rngs) if c.gated else Feed(c, dtype, rngs)
+    if c.gated:
+        return GatedFeed(c.width, c.hidden, gelu, dtype, rngs)
+    return Feed(c.width, c.hidden, jax.nn.relu, dtype, rngs)
 
 
 class CrossAttention(nnx.Module):

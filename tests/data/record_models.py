@@ -26,7 +26,7 @@ RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
 RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]
 QWENS = ["qwen3_5", "qwen3_5_moe"]
-OTHERS = ["llama4"]
+OTHERS = ["llama4", "nemotron_h", "nemotron_h_latent", "deepseek_v32"]
 GEMMAS = ["gemma4", "gemma4_experts", "gemma3n"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 # Seeds and gains for texts without repetition.
@@ -79,6 +79,9 @@ def recurrent(name: str, seed: int) -> torch.nn.Module:
             parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
         if name.startswith("qwen3_") and key.endswith("A_log"):  # or a state lasts for two tokens
             parameter.sub_(4.0)
+    for key, values in net.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            values.copy_(0.2 * torch.randn_like(values))
     return net
 
 

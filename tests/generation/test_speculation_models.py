@@ -79,6 +79,8 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
         ("qwen3_5", "itself", "pool"),
         ("qwen3_5_moe", "another", "split"),
         ("llama4", "another", "split"),
+        ("nemotron_h", "another", "split"),
+        ("deepseek_v32", "another", "pool"),
         ("recurrent_gemma", "another", "pool"),
     ],
 )

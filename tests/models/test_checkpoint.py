@@ -261,6 +261,8 @@ def test_gguf_key_is_read_or_refused_or_means_nothing(tmp_path, arch):
         ("llama_linear", "vision_tower.patch.weight"),
         ("qwen3_next", "mtp.fc.weight"),  # of layers that predict further tokens
         ("qwen3_5", "model.visual.patch.weight"),
+        ("nemotron_h", "mtp.layers.0.norm.weight"),
+        ("deepseek_v32", "model.layers.3.eh_proj.weight"),
         ("t5_tied", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
     ],
 )

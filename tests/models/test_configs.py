@@ -64,6 +64,7 @@ LINEAR = {"type": "linear", "factor": 2.0}
 OLDER = [
     ("falcon_h1", {"mamba_norm_before_gate": True, "mamba_rms_norm": None}),
     ("lfm2", LFM2),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "ME*-ME"}),
     ("qwen3_moe", {"num_experts": 6, "num_local_experts": None}),
     ("qwen3_next", {"full_attention_interval": 2, "layer_types": None}),
     ("qwen3_5", {"full_attention_interval": 2, "layer_types": None}),

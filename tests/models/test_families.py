@@ -20,7 +20,7 @@ SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
 LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral", "mistral_window"]
 LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
-OTHERS = ["llama4"]
+OTHERS = ["llama4", "nemotron_h", "deepseek_v32"]
 GEMMAS = ["gemma3n", "gemma4", "gemma4_experts"]
 LATENT = dict(rtol=0, atol=2e-5)
 
@@ -167,6 +167,7 @@ NIGHTLY = [
     *[(name, way) for name in OTHERS for way in (POOLED, ONE_BY_ONE, IN_UBATCHES)],
     *[(name, way) for name in GEMMAS for way in (POOLED, ONE_BY_ONE, Way(16, max_rollback=2))],
     *[(name, Way(1, streams=4, full_windows=True)) for name in GEMMAS],
+    ("nemotron_h_latent", WHOLE),
 ]
 
 

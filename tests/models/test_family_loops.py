@@ -12,7 +12,7 @@ from tests.models.test_families import load_record
 
 pytestmark = pytest.mark.nightly
 
-NAMES = ["llama4"]
+NAMES = ["llama4", "nemotron_h", "deepseek_v32"]
 over_names = pytest.mark.parametrize("name", NAMES)
 NEW = 32  # greedy tokens at the end of each text
 

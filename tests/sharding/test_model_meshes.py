@@ -29,10 +29,7 @@ DATA = Path(__file__).parent.parent / "data"
 FAMILIES = (
     *("llama_tied", "qwen2", "qwen3_window", "gemma3", "deepseek_v3", "mamba2", "recurrent_gemma"),
     *("granite_hybrid", "granite_hybrid_experts", "lfm2", "falcon_h1", "gpt_oss", "qwen3_next"),
-    *("qwen3_5", "qwen3_5_moe"),
-    "llama4",
-    "gemma3n",
-    "gemma4",
+    *("qwen3_5", "qwen3_5_moe", "gemma3n", "gemma4", "llama4", "nemotron_h", "deepseek_v32"),
 )
 TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
 ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
@@ -154,7 +151,15 @@ def test_model_step_on_mesh_sends_sums(name):
     assert len(sent) <= 2 * layers + others and len(sent) == exact.get(name, len(sent))
 
 
-RECURRENT = ["mamba2", "recurrent_gemma", "falcon_h1", "lfm2", "qwen3_next", "qwen3_5"]
+RECURRENT = [
+    "mamba2",
+    "recurrent_gemma",
+    "falcon_h1",
+    "lfm2",
+    "qwen3_next",
+    "qwen3_5",
+    "nemotron_h",
+]
 
 
 @pytest.mark.parametrize("name", mark_cases(RECURRENT, core=["mamba2"]))
