@@ -106,6 +106,34 @@ def load_plain(name):
     return models.load(DATA / name)
 
 
+@pytest.mark.nightly
+def test_head_of_qwen3_next_with_separate_experts_drafts(tmp_path):
+    """Its head has the tensors of that of Qwen3.5 with experts, one tensor for each expert."""
+    tensors = load_file(DATA / "qwen3_next" / "model.safetensors")
+    for name, x in load_file(DATA / "qwen3_5_moe" / "model.safetensors").items():
+        start, is_joined, part = name.partition(".experts.")
+        if name.startswith("mtp.") and not is_joined:
+            tensors[name] = x
+        elif name.startswith("mtp."):
+            parts = {"gate_up_proj": ("gate_proj", "up_proj")}.get(part, (part,))
+            for i, expert in enumerate(x):
+                for key, matrix in zip(parts, np.split(expert, len(parts)), strict=True):
+                    tensors[f"{start}.experts.{i}.{key}.weight"] = matrix.copy()
+    save_file(tensors, config_at(tmp_path, "qwen3_next") / "model.safetensors")
+    model = models.load(tmp_path, return_features=True)
+    head, joined = models.mtp_head(model), load_both("qwen3_5_moe")[1]
+    for key in ("blocks", "join"):
+        jax.tree.map(np.testing.assert_array_equal, head.params[key], joined.params[key])
+    prompts = [[5, 6, 7, 8], [9, 3]]
+    sizes = dict(cells=LENGTH, sequences=2, streams=2, max_rollback=DRAFT)
+    options = dict(cache=model.make_cache(**sizes), max_new_tokens=COUNT)
+    plain = jaxkv.generate(model.forward, model.params, prompts, **options)
+    drafter = models.mtp_drafter(model, head, prompts, cells=LENGTH)
+    out = jaxkv.generate(model.forward, model.params, prompts, drafter=drafter, **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert (out.num_drafted > 0).all()
+
+
 def write_changed(folder, change):
     """Write the dense model with changed tensors; return it loaded."""
     tensors = change(load_file(DATA / "qwen3_5" / "model.safetensors"))
