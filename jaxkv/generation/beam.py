@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 
-class BeamTexts(NamedTuple):
+class Hypotheses(NamedTuple):
     """Tokens, scores and lengths of k hypotheses, as in `BeamResult`."""
 
     tokens: Int32[Array, "k n"]
@@ -46,15 +46,15 @@ class BeamTexts(NamedTuple):
 class BeamSearch(NamedTuple):
     """State of a beam search, with unfinished (`living`) and finished (`ended`) hypotheses."""
 
-    living: BeamTexts
-    ended: BeamTexts
+    living: Hypotheses
+    ended: Hypotheses
     length: Int32[Array, ""]
     reason: Int32[Array, ""]
 
 
 def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
     """Return the initial state of a beam search, with one empty hypothesis."""
-    none = BeamTexts(
+    none = Hypotheses(
         tokens=jnp.full((num_beams, num_tokens), -1, jnp.int32),
         scores=jnp.full(num_beams, -jnp.inf, jnp.float32),
         lengths=jnp.zeros(num_beams, jnp.int32),
@@ -64,18 +64,22 @@ def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
     return BeamSearch(living, none, jnp.int32(0), jnp.int32(Reason.OK))
 
 
-def is_filled(texts: BeamTexts) -> Bool[Array, " k"]:
-    """Return which of the k entries of `texts` contain a hypothesis."""
-    return texts.scores != -jnp.inf
+def is_filled(hypotheses: Hypotheses) -> Bool[Array, " k"]:
+    """Return which of the k entries of `hypotheses` contain a hypothesis."""
+    return hypotheses.scores != -jnp.inf
 
 
-def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " k"]:
-    return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
+def _normalised_scores(
+    hypotheses: Hypotheses, length_penalty: Float[Array, ""]
+) -> Float[Array, " k"]:
+    return (
+        hypotheses.scores / jnp.maximum(hypotheses.lengths, 1).astype(jnp.float32) ** length_penalty
+    )
 
 
-def select_best_texts(
-    first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
-) -> BeamTexts:
+def select_best(
+    first: Hypotheses, second: Hypotheses, length_penalty: Float[Array, ""]
+) -> Hypotheses:
     """Return the k hypotheses with the highest normalised scores, from 2 * k hypotheses."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
@@ -115,21 +119,21 @@ def advance_search(
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
     ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
 
-    def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, BeamTexts]:
+    def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, Hypotheses]:
         index = jax.lax.top_k(order, width)[1]
         scores, is_living = scores[index], scores[index] != -jnp.inf
         # An empty beam has its own sequence as parent, so that no cell is copied.
         parents = jnp.where(is_living, index // size, jnp.arange(width)).astype(jnp.int32)
         new = jnp.where(is_living, token[index], -1)
         tokens = living.tokens[parents].at[:, search.length].set(new)
-        return parents, BeamTexts(tokens, scores, jnp.where(is_living, search.length + 1, 0))
+        return parents, Hypotheses(tokens, scores, jnp.where(is_living, search.length + 1, 0))
 
     going = jnp.where(ended, -jnp.inf, scores)
     parents, living_now = extend_beams(going, going)
     # The order is by all scores, so a finished hypothesis is kept only if it is among the k best
     # extensions.
     _, ended_now = extend_beams(scores, jnp.where(ended, scores, -jnp.inf))
-    kept = select_best_texts(search.ended, ended_now, length_penalty)
+    kept = select_best(search.ended, ended_now, length_penalty)
     grown_search = BeamSearch(living_now, kept, search.length + 1, search.reason)
     reason = jnp.int32(Reason.NONFINITE_LOGITS)
     return jax.tree.map(
@@ -379,7 +383,7 @@ def _run_search(
     cache, search = jax.lax.while_loop(
         lambda carry: can_improve(carry[1], length_penalty), body, (cache, search)
     )
-    best = select_best_texts(search.ended, search.living, length_penalty)
+    best = select_best(search.ended, search.living, length_penalty)
     cache, num_cached = _trim_sequences(cache, search, best, sequences, begins)
     return cache, replicate(cache.table, (*best, num_cached, search.reason))
 
@@ -387,7 +391,7 @@ def _run_search(
 def _trim_sequences(
     cache: Cache,
     search: BeamSearch,
-    best: BeamTexts,
+    best: Hypotheses,
     sequences: Int32[Array, " k"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " k"]]:

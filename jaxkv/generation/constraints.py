@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.pytree import pytree_dataclass, static_field
-from jaxkv.generation.padding import select_per_text
+from jaxkv.generation.padding import select_per_sequence
 from jaxkv.generation.sampler import Sampler, check_sampler
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class ConstrainedSampler(Sampler):
         """Update the states of the wrapped sampler and of the constraint."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
-        rule = select_per_text(tokens >= 0, advanced, rule)
+        rule = select_per_sequence(tokens >= 0, advanced, rule)
         return rule, self.sampler.update(rest, tokens)
 
 

@@ -35,7 +35,7 @@ from jaxkv.generation.state import (
     DecodeState,
     check_sampler_state,
     check_state,
-    end_edited_texts,
+    end_edited_sequences,
     update_last_token_hashes,
 )
 from jaxkv.jit_helpers import replicate
@@ -197,7 +197,7 @@ def _decode(
         )
         return cache, state, samples, i + plan.ok
 
-    state = end_edited_texts(cache.table, jax.tree.map(jnp.asarray, state))
+    state = end_edited_sequences(cache.table, jax.tree.map(jnp.asarray, state))
     carry = cache, state, empty_samples(state.token.shape[0], num_tokens), jnp.int32(0)
     cache, state, samples, _ = jax.lax.while_loop(should_continue, body, carry)
     table = cache.table

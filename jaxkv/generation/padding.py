@@ -101,7 +101,7 @@ def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
-def select_per_text(which: Bool[Array, " Z"], new: X, old: X) -> X:
+def select_per_sequence(which: Bool[Array, " Z"], new: X, old: X) -> X:
     """Select new array entries for sequences whose mask is True, and old entries for others."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxkv.core.array_utils import is_traced
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.filters import make_sampler
-from jaxkv.generation.padding import select_per_text, stop_tokens_as_list
+from jaxkv.generation.padding import select_per_sequence, stop_tokens_as_list
 from jaxkv.generation.results import DecodeResult, PrefillResult
 from jaxkv.generation.sampler import (
     Sampler,
@@ -145,7 +145,7 @@ def init_decode(
     num_sequences = split(cache)[0].spec.sequences
     if logits.shape[0] > num_sequences:
         raise ValueError(
-            f"expected logits of at most {num_sequences} texts, a sequence each, got "
+            f"expected logits of at most {num_sequences} sequences, those of the cache, got "
             f"{logits.shape[0]} rows; prefill pads them inside of jit, so pass logits[:Z]"
         )
     if sequences is None and logits.shape[0] > 1:
@@ -166,9 +166,9 @@ def init_decode(
     )
 
 
-def empty_samples(texts: int, num_tokens: int) -> SampledTokens:
+def empty_samples(batch_size: int, num_tokens: int) -> SampledTokens:
     """Return tokens of -1 and log-probabilities of 0, `[Z, num_tokens]`."""
-    shape = texts, num_tokens
+    shape = batch_size, num_tokens
     return SampledTokens(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
@@ -181,7 +181,7 @@ def check_prompts_present(
     empty = np.asarray(active) & (np.asarray(last) < 0)
     if empty.any():
         raise ValueError(
-            f"expected the prompt of each text in its sequence, got nothing in sequence "
+            f"expected the prompt of each sequence, got nothing in sequence "
             f"{np.asarray(sequences)[empty][0]}; pass sequences="
         )
 
@@ -239,7 +239,7 @@ def sample_next_tokens(
         remaining=remaining,
         reason=mark_nonfinite_logits(logits, active, state.reason),
         draw_index=state.draw_index + is_sampled,
-        sampler_state=select_per_text(is_sampled, sampler_state, state.sampler_state),
+        sampler_state=select_per_sequence(is_sampled, sampler_state, state.sampler_state),
     )
     return state, jnp.where(is_sampled, token, -1), logprob_of(logits, token, active)
 

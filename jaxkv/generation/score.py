@@ -64,9 +64,9 @@ def score(
         text i follows prompt `i // (Z // P)`.
       spec: Spec of the new cache. Each text gets a stream with the cells that it needs.
       dtype: Dtype of keys and values, see `make_cache`. Quantised keys and values have no gradient.
-      extra: Additional model inputs by name, see `make_batch`, of the tokens of all prompts, `[B,
-        ...]` for lists and `[P, k, ...]` for an array. Each token of a text has the inputs of the
-        last token of its prompt, as in `generate`. Without prompts, inputs of the tokens of texts.
+      extra: Additional model inputs of the tokens of all prompts, by name, see `make_batch`; for an
+        array of prompts `[P, k, ...]`. Each token of a text has the inputs of the last token of its
+        prompt, as in `generate`. Without prompts, these are inputs of the tokens of texts.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:

@@ -91,7 +91,7 @@ def make_decode_state(
             f"expected sequences [{count}], one for each token, got {np.shape(ids)}; pass one id "
             "for each token"
         )
-    remaining = _broadcast_to_texts(
+    remaining = _broadcast_to_sequences(
         END if max_new_tokens is None else max_new_tokens, count, "max_new_tokens"
     )
     key, draw, last_token_hash = _init_draw_state(table, check_seed(seed, count), ids)
@@ -118,7 +118,7 @@ def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
     return table.sequence_status(jnp.ones(table.spec.sequences, bool)).last
 
 
-def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
+def end_edited_sequences(table: CacheTable, state: DecodeState) -> DecodeState:
     """End sequences whose last cached token differs from `state.follows` (reason EDITED)."""
     _, same = table.compare_last_tokens(state.sequence, state.last_token_hash)
     edited = state.active & ~same
@@ -177,8 +177,8 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
             (state.sampler_state, state.extra),
         )
     )
-    texts = (np.size(state.token),)
-    if any(shape != texts for shape in own) or any(shape[:1] != texts for shape in others):
+    axis = (np.size(state.token),)
+    if any(shape != axis for shape in own) or any(shape[:1] != axis for shape in others):
         raise ValueError(
             f"expected a state whose arrays have one length [Z], got "
             f"{', '.join(map(str, own + others))}; make it with generation.init_decode"
@@ -192,13 +192,13 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
         raise ValueError(
-            f"expected the prompts of {count} texts, got {len(prompts)}; pass a list of tokens "
+            f"expected the prompts of {count} sequences, got {len(prompts)}; pass a list of tokens "
             "for each sequence"
         )
     return pad_prompts(prompts)
 
 
-def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
+def _broadcast_to_sequences(value: Ids, count: int, name: str) -> Any:
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(

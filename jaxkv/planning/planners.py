@@ -280,7 +280,7 @@ def plan_step(
         raise ValueError(
             f"expected tokens [Z] or [Z, n], active of the same shape and sequences [Z], got "
             f"{shapes[0]}, {shapes[1]} and {shapes[2]}; pass one token and one sequence for each "
-            "text"
+            "row"
         )
     inputs = None if extra is None else check_extra(extra, shape)
     if len(shape) == 1:

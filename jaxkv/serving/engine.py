@@ -445,7 +445,7 @@ class Engine:
     def _preempt(self, refused: list[RequestState]) -> None:
         """Evict a stored prompt, or preempt a request, in the stream of each refused request."""
         for stream in {self._schedule.stream_of(state) for state in refused}:
-            *others, youngest = self._schedule.texts_in_stream(stream)
+            *others, youngest = self._schedule.requests_in_stream(stream)
             if self._prefixes.evict_one(stream):
                 continue
             if others:
@@ -460,7 +460,7 @@ class Engine:
         """Store the tokens of ended requests as prefixes, free the cells, and queue the results."""
         placed = [state for state, _ in ended if state.sequence >= 0]
         for state in placed:
-            self._prefixes.store_finished_text(state)
+            self._prefixes.store_ended_request(state)
         if placed:
             self._runner.remove_sequences([state.sequence for state in placed])
         for state, reason in ended:

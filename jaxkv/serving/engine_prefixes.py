@@ -154,7 +154,7 @@ class EnginePrefixes:
             self._runner.cache, inputs.tokens, state.sequence, extra=inputs.extra, donate=True
         )
 
-    def store_finished_text(self, state: RequestState) -> None:
+    def store_ended_request(self, state: RequestState) -> None:
         """Store the tokens of an ended request; mark its source prompt as recently used."""
         if self.store and state.source:
             self.store = self.store.touch(state.source)

@@ -60,7 +60,7 @@ class Scheduler:
         """Return the stream of a request's sequence."""
         return state.sequence // self._sharing
 
-    def texts_in_stream(self, stream: int) -> list[RequestState]:
+    def requests_in_stream(self, stream: int) -> list[RequestState]:
         """Return the requests whose sequences are in a stream, oldest first."""
         first = stream * self._sharing
         return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
@@ -157,7 +157,7 @@ class Scheduler:
 
     def _has_enough_cells(self, stream: int) -> bool:
         """Return whether a stream has enough cells for its requests and stored prompts."""
-        beside = self.texts_in_stream(stream)
+        beside = self.requests_in_stream(stream)
         kept = self._prefixes.num_stored_tokens(stream)
         if not kept and len(beside) < 2:
             return True  # a single request fits, as checked when queued

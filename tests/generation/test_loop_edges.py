@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.generation.beam import BeamTexts, advance_search, init_search, is_filled
+from jaxkv.generation.beam import Hypotheses, advance_search, init_search, is_filled
 from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.sampler import adjust_logits
 from tests.generation.tiny import forward
@@ -118,7 +118,7 @@ def test_beam_search_of_more_beams_than_tokens_leaves_beams_empty():
 def test_beam_search_drops_a_beam_without_an_allowed_token():
     search = init_search(2, 3)
     scores = jnp.array([-1.0, -2.0])
-    living = BeamTexts(jnp.array([[7, -1, -1], [3, -1, -1]]), scores, jnp.array([1, 1]))
+    living = Hypotheses(jnp.array([[7, -1, -1], [3, -1, -1]]), scores, jnp.array([1, 1]))
     search = search._replace(living=living, length=jnp.int32(1))
     logits = jnp.array([[-jnp.inf] * 4, [0.0, 0.0, -jnp.inf, -jnp.inf]])
     with jax.disable_jit():  # compiled for a CPU, top_k leaves NaN out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.generation.padding import select_per_text
+from jaxkv.generation.padding import select_per_sequence
 from jaxkv.generation.sample_step import logprob_of
 from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
 from jaxkv.generation.speculative.drafters import DraftTokens
@@ -33,32 +33,32 @@ def verify_draft(
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
     valid = jnp.pad(draft.valid, more)
-    guesses = jnp.pad(draft.tokens, more)
+    draft_tokens = jnp.pad(draft.tokens, more)
     drawn_from = draft.adjusted
     if drawn_from is not None:
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
 
     def verify_place(carry: tuple, place: tuple) -> tuple:
         is_accepted_so_far, adjusting = carry
-        i, logits, guessed, valid, drawn_from = place
+        i, logits, draft_token, valid, drawn_from = place
         adjusted = adjust_logits(sampler, logits, adjusting)
         if sampler.is_random:
             number = state.draw_index + i
             keys = make_draw_keys(state.key, number, 1)
-            accepted, rest = _accept_draft_tokens(adjusted, guessed, drawn_from, keys)
+            accepted, rest = _accept_draft_tokens(adjusted, draft_token, drawn_from, keys)
             adjusted = jnp.where(valid[:, None], rest, adjusted)
             token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, number, 0))
-            token = jnp.where(valid & accepted, guessed, token)
+            token = jnp.where(valid & accepted, draft_token, token)
         else:
             token = sample_tokens(sampler, adjusted, state.key)
-        adjusting = select_per_text(
+        adjusting = select_per_sequence(
             is_accepted_so_far & (token >= 0), sampler.update(adjusting, token), adjusting
         )
         samples = token, logprob_of(logits, token, is_accepted_so_far), is_accepted_so_far
-        return (is_accepted_so_far & valid & (token == guessed), adjusting), samples
+        return (is_accepted_so_far & valid & (token == draft_token), adjusting), samples
 
     places = jnp.arange(places, dtype=jnp.int32)
-    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
+    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, draft_tokens, valid))
     carry = ok, state.sampler_state
     (_, adjusting), samples = jax.lax.scan(verify_place, carry, (places, *by_place, drawn_from))
     tokens, logprobs, is_accepted_so_far = (jnp.moveaxis(x, 0, 1) for x in samples)
@@ -108,7 +108,7 @@ def verify_branches(
             accepted, rest = _find_first_accepted(adjusted, offered, alive & valid, q, keys)
             token = sample_tokens(sampler, rest, make_draw_keys(state.key, number, 0))
             token = jnp.where(accepted >= 0, accepted, token)
-        adjusting = select_per_text(
+        adjusting = select_per_sequence(
             is_accepted_so_far & (token >= 0), sampler.update(adjusting, token), adjusting
         )
         samples = token, logprob_of(here, token, is_accepted_so_far), is_accepted_so_far
@@ -152,16 +152,16 @@ def _find_first_accepted(
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)
     for i in range(asked.shape[1]):
-        guessed = offered[:, i]
-        at_guess = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+        draft_token = offered[:, i]
+        at_draft_token = partial(jnp.take_along_axis, indices=draft_token[:, None], axis=1)
         chance = jax.vmap(lambda key, i=i: jax.random.uniform(jax.random.fold_in(key, i)))(keys)
         asks = asked[:, i] & (accepted < 0)
-        is_accepted = asks & (chance * at_guess(q)[:, 0] < at_guess(p)[:, 0])
-        accepted = jnp.where(is_accepted, guessed, accepted)
-        is_guess = jax.nn.one_hot(guessed, q.shape[1], dtype=bool)
+        is_accepted = asks & (chance * at_draft_token(q)[:, 0] < at_draft_token(p)[:, 0])
+        accepted = jnp.where(is_accepted, draft_token, accepted)
+        is_draft_token = jax.nn.one_hot(draft_token, q.shape[1], dtype=bool)
         p, q = (
             jnp.where(asks[:, None], _normalise_residual(rest, x), x)
-            for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(is_guess, 0, q), q))
+            for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(is_draft_token, 0, q), q))
         )
     # Without an allowed token, the softmax is NaN, and the logits stay -inf.
     some = jnp.max(adjusted, axis=1, keepdims=True) > -jnp.inf
@@ -178,7 +178,7 @@ def _normalise_residual(
 
 def _accept_draft_tokens(
     adjusted: Float[Array, "Z V"],
-    guessed: Int32[Array, " Z"],
+    draft_token: Int32[Array, " Z"],
     drawn_from: Float[Array, "Z V"] | None,
     keys: Key[Array, " Z"],
 ) -> tuple[Bool[Array, " Z"], Float[Array, "Z V"]]:
@@ -192,14 +192,14 @@ def _accept_draft_tokens(
     # max(p - q, 0). The sum of both is p.
     p = jax.nn.softmax(adjusted, axis=1)
     if drawn_from is None:
-        q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
+        q = jax.nn.one_hot(draft_token, p.shape[1], dtype=p.dtype)
     else:
         q = jax.nn.softmax(drawn_from, axis=1)
-    at_guess = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+    at_draft_token = partial(jnp.take_along_axis, indices=draft_token[:, None], axis=1)
     chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
     # `chance` is below 1, so p >= q > 0 always accepts; p = 0 never does. A division by q is
     # avoided.
-    accepted = chance * at_guess(q)[:, 0] < at_guess(p)[:, 0]
+    accepted = chance * at_draft_token(q)[:, 0] < at_draft_token(p)[:, 0]
     rest = jnp.maximum(p - q, 0)
     # The logits need not be normalised: a constant added to all logits does not change the draw.
     some = jnp.any(rest > 0, axis=1, keepdims=True)  # all are 0 if p equals q up to rounding

@@ -52,7 +52,7 @@ def draft_model(
       sequences continue without drafts. A sequence gets no draft if it has different lengths in the
       draft cache and the main cache, for example after an edit of only one of them. Repeat each
       edit of the main cache in the draft cache (`drafter.cache`). With several branches,
-      `drafter.guessed` `[Z, k, num_draft_tokens]` int32 contains the last draft.
+      `drafter.last_draft` `[Z, k, num_draft_tokens]` int32 contains the last draft.
 
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.
@@ -70,7 +70,7 @@ def draft_model(
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> cache = make_cache(spec, cells=32, sequences=6)
       >>> drafter = generation.draft_model(forward, jnp.eye(4), cache, batch_size=2, num_branches=3)
-      >>> drafter.guessed.shape  # [Z, k, num_draft_tokens]
+      >>> drafter.last_draft.shape  # [Z, k, num_draft_tokens]
       (2, 3, 3)
 
     llama.cpp: `examples/speculative`, where `n_parallel` is the number of branches.
@@ -95,7 +95,7 @@ def draft_model(
     check_branches(spec, batch_size, num_branches, "the draft's cache")
     return TreeDraftModel(
         **field_values(model),
-        guessed=jnp.zeros((batch_size, num_branches, num_draft_tokens), jnp.int32),
+        last_draft=jnp.zeros((batch_size, num_branches, num_draft_tokens), jnp.int32),
         sequences=jnp.full((batch_size, num_branches), spec.sequences, jnp.int32),
         num_branches=num_branches,
     )

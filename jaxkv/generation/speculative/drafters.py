@@ -242,11 +242,11 @@ def check_drafter(drafter: object) -> Drafter:
 
 def check_state_size(drafter: Drafter, state: DecodeState) -> None:
     """Raise a ValueError unless drafter and state have the same number of sequences."""
-    texts = state.token.shape[0]
-    if texts != drafter.batch_size:
+    batch_size = state.token.shape[0]
+    if batch_size != drafter.batch_size:
         raise ValueError(
-            f"expected a state of {drafter.batch_size} texts, as the drafter, got {texts}; make a "
-            f"drafter for {texts} texts"
+            f"expected a state of {drafter.batch_size} sequences, as of the drafter, got "
+            f"{batch_size}; make a drafter for {batch_size} sequences"
         )
 
 

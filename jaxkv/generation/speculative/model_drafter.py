@@ -13,7 +13,7 @@ from jaxkv.cache import Cache
 from jaxkv.core.donation import check_not_donated
 from jaxkv.core.pytree import pytree_dataclass, static_field
 from jaxkv.generation.model_step import Forward, run_model
-from jaxkv.generation.padding import select_per_text
+from jaxkv.generation.padding import select_per_sequence
 from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
 from jaxkv.generation.speculative.drafters import (
     Drafter,
@@ -84,7 +84,7 @@ class ModelDrafter(Drafter):
                 sampler, adjusted, make_draw_keys(state.key, state.draw_index + i, 2)
             )
             going &= plan.ok & (token >= 0)
-            adjusting = select_per_text(going, sampler.update(adjusting, token), adjusting)
+            adjusting = select_per_sequence(going, sampler.update(adjusting, token), adjusting)
             return (cache, adjusting, token, going, features), (token, going, adjusted)
 
         carry = self.cache, state.sampler_state, state.token, active, None

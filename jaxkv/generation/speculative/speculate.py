@@ -33,7 +33,7 @@ from jaxkv.generation.state import (
     DecodeState,
     check_sampler_state,
     check_state,
-    end_edited_texts,
+    end_edited_sequences,
     last_positions,
     update_last_token_hashes,
 )
@@ -173,11 +173,11 @@ def speculate(
     )
     state = check_state(split(cache)[0].spec, state)
     sampler = check_sampler_state(sampler, state)
-    texts = state.token.shape[0]
-    if drafter.batch_size != texts:
+    batch_size = state.token.shape[0]
+    if drafter.batch_size != batch_size:
         raise ValueError(
-            f"expected a draft of {texts} texts, got one of {drafter.batch_size}; make it for "
-            f"{texts} texts"
+            f"expected a draft of {batch_size} sequences, got one of {drafter.batch_size}; make it "
+            f"for {batch_size} sequences"
         )
     if drafter.num_branches > 1 and drafter.features is not None:
         raise ValueError(
@@ -185,9 +185,9 @@ def speculate(
             "it with num_branches=1"
         )
     drafter.check(cache)
-    if not texts:
+    if not batch_size:
         return DecodeResult(cache, state, *_empty_drafted_tokens(0, num_tokens), drafter=drafter)
-    fixed = params, check_stop_tokens(stop_tokens, texts)
+    fixed = params, check_stop_tokens(stop_tokens, batch_size)
     if is_traced(sampler, drafter, cache, state, fixed):
         setup = _Setup(forward, sampler, *fixed)
         cache, state, drafter, made = _speculate(setup, drafter, cache, state, num_tokens)
@@ -223,7 +223,7 @@ def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapp
 def _speculate(
     setup: _Setup, drafter: Drafter, cache: Cache, state: DecodeState, num_tokens: int
 ) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
-    texts, tries = state.token.shape[0], drafter.num_draft_tokens
+    batch_size, tries = state.token.shape[0], drafter.num_draft_tokens
     if drafter.num_branches > 1:
         table = cache.table
         sequences = token_tree.assign_branch_sequences(table, state.sequence, drafter.num_branches)
@@ -274,21 +274,21 @@ def _speculate(
             drafting=result.drafting,
         )
 
-    made = _empty_drafted_tokens(texts, num_tokens)
+    made = _empty_drafted_tokens(batch_size, num_tokens)
     state, drafter = jax.tree.map(jnp.asarray, (state, drafter))
-    state = end_edited_texts(cache.table, state)
+    state = end_edited_sequences(cache.table, state)
     at = last_positions(cache.table)[state.sequence] + 1
-    progress = _Progress(cache, state, drafter, made, at, jnp.ones(texts, bool))
+    progress = _Progress(cache, state, drafter, made, at, jnp.ones(batch_size, bool))
     progress = jax.lax.while_loop(should_continue, body, progress)
     table = progress.cache.table
     state, made = replicate(table, (update_last_token_hashes(table, progress.state), progress.made))
     return progress.cache, state, progress.drafter, made
 
 
-def _empty_drafted_tokens(texts: int, num_tokens: int) -> _DraftedTokens:
-    none = jnp.zeros(texts, jnp.int32)
+def _empty_drafted_tokens(batch_size: int, num_tokens: int) -> _DraftedTokens:
+    none = jnp.zeros(batch_size, jnp.int32)
     return _DraftedTokens(
-        *empty_samples(texts, num_tokens),
+        *empty_samples(batch_size, num_tokens),
         num_model_steps=none,
         num_drafted=none,
         num_accepted=none,
@@ -317,16 +317,16 @@ def _run_draft_width_step(
 ) -> tuple[Cache, _StepResult]:
     """Run a step with n draft tokens, or with none if no sequence has a draft."""
     # Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
-    texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
+    batch_size, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     empty_result = _StepResult(
-        tokens=jnp.zeros((texts, tries + 1), jnp.int32),
-        logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
-        num_tokens=jnp.zeros(texts, jnp.int32),
-        accepted=jnp.zeros(texts, jnp.int32),
+        tokens=jnp.zeros((batch_size, tries + 1), jnp.int32),
+        logprobs=jnp.zeros((batch_size, tries + 1), jnp.float32),
+        num_tokens=jnp.zeros(batch_size, jnp.int32),
+        accepted=jnp.zeros(batch_size, jnp.int32),
         state=progress.state,
         drafting=progress.drafting,
         features=jax.tree.map(
-            lambda x: jnp.zeros((texts, tries + 1, *x.shape[1:]), x.dtype),
+            lambda x: jnp.zeros((batch_size, tries + 1, *x.shape[1:]), x.dtype),
             progress.drafter.features,
         ),
     )

@@ -21,7 +21,7 @@ from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
+    from jaxtyping import Array, Bool, Int32, Shaped
 
     from jaxkv.table import CacheTable
 
@@ -37,20 +37,20 @@ class TreeNodes(NamedTuple):
     first: Bool[Array, "Z k n"]
 
 
-def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: str) -> None:
+def check_branches(spec: TableSpec, batch_size: int, num_branches: int, cache_name: str) -> None:
     """Raise a ValueError unless a cache can fork each drafted sequence into branches."""
     if num_branches == 1:
         return
     if spec.max_rollback is not None:
         raise ValueError(
             f"expected {cache_name} of attention alone for num_branches={num_branches}, since a "
-            f"state belongs to one text, got {spec.kind}; propose with num_branches=1"
+            f"state belongs to one sequence, got {spec.kind}; propose with num_branches=1"
         )
-    if texts * num_branches > spec.sequences or spec.streams == spec.sequences:
+    if batch_size * num_branches > spec.sequences or spec.streams == spec.sequences:
         raise ValueError(
-            f"expected {cache_name} with a sequence for each of {num_branches} branches of {texts} "
-            f"texts, in the stream of the text, got {spec.sequences} sequences in {spec.streams} "
-            f"streams; make it with sequences={texts * num_branches} or more"
+            f"expected {cache_name} with a sequence for each of {num_branches} branches of "
+            f"{batch_size} sequences, in the same stream, got {spec.sequences} sequences in "
+            f"{spec.streams} streams; make it with sequences={batch_size * num_branches} or more"
         )
 
 
@@ -79,8 +79,8 @@ def assign_branch_sequences(
 
 def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
     """Find the draft tokens that branches share."""
-    # Axes: text, token, branch. `both` has a second axis of branches; tokens are equal up to j if
-    # the product up to j is 1.
+    # Axes: sequence, token, branch. `both` has a second axis of branches; tokens are equal up to j
+    # if the product up to j is 1.
     tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
     both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
     owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
@@ -115,25 +115,21 @@ def plan_tree(
     each draft token, branch by branch. If several branches share a token, only its output in
     the first of these branches is defined.
     """
-    texts, branches, length = draft.tokens.shape
+    batch_size, branches, length = draft.tokens.shape
     count = 1 + branches * length
     nodes = find_tree_nodes(draft)
     ids = jnp.where(sequences < table.spec.sequences, sequences, -1)
-    # Axes: text, branch, token, sequence of the token. A token belongs to each branch that shares
-    # it.
-    sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
+    # Axes: sequence, branch, token, sequences of the token. A token belongs to each branch that
+    # shares it.
+    sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(batch_size, -1, branches)
     flat = make_batch(
-        jnp.concatenate([state.token[:, None], draft.tokens.reshape(texts, -1)], axis=1).reshape(
-            -1
-        ),
+        _join_columns(state.token, draft.tokens).reshape(-1),
         sequences=jnp.concatenate([ids[:, None], sets], axis=1).reshape(-1, branches),
-        valid=jnp.concatenate([active[:, None], nodes.first.reshape(texts, -1)], axis=1).reshape(
-            -1
-        ),
-        outputs=jnp.ones(texts * count, bool),
+        valid=_join_columns(active, nodes.first).reshape(-1),
+        outputs=jnp.ones(batch_size * count, bool),
         extra=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.extra_of_tokens(count)),
     )
-    index = _lay_out_trees(table.spec, texts, branches, length)
+    index = _lay_out_trees(table.spec, batch_size, branches, length)
     plan = plan_single_ubatch(
         table, flat, rank_in_sequence(*token_sequence_pairs(flat)), index, outputs=index.size
     )
@@ -147,17 +143,24 @@ def plan_tree(
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
 
+def _join_columns(
+    root: Shaped[Array, " Z"], branches: Shaped[Array, "Z k n"]
+) -> Shaped[Array, "Z _"]:
+    """Return a row for each sequence: the last sampled token, then the tokens of all branches."""
+    return jnp.concatenate([root[:, None], branches.reshape(len(root), -1)], axis=1)
+
+
 def _lay_out_trees(
-    spec: TableSpec, texts: int, num_branches: int, length: int
+    spec: TableSpec, batch_size: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
     """Return the indices of all tokens: one row, or one per branch if `single_sequence_rows`."""
-    index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
+    index = jnp.arange(batch_size * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]
-    index = index.reshape(texts, -1)
-    rows = index[:, 1:].reshape(texts, num_branches, length)
-    trunk = jnp.full((texts, num_branches, 1), NO_SLOT, jnp.int32).at[:, 0, 0].set(index[:, 0])
-    return jnp.concatenate([trunk, rows], axis=2).reshape(texts * num_branches, -1)
+    index = index.reshape(batch_size, -1)
+    rows = index[:, 1:].reshape(batch_size, num_branches, length)
+    trunk = jnp.full((batch_size, num_branches, 1), NO_SLOT, jnp.int32).at[:, 0, 0].set(index[:, 0])
+    return jnp.concatenate([trunk, rows], axis=2).reshape(batch_size * num_branches, -1)
 
 
 @jit_table

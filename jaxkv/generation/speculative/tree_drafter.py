@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @pytree_dataclass
 class TreeDraftModel(DraftModel):
-    """Drafter of `draft_model` with several branches; `guessed` contains the last draft."""
+    """Drafter of `draft_model` with several branches; `last_draft` contains the last draft."""
 
-    guessed: Int32[Array, "Z k n"]
+    last_draft: Int32[Array, "Z k n"]
     sequences: Int32[Array, "Z k"]
     num_branches: int = static_field()
 
@@ -97,7 +97,7 @@ class TreeDraftModel(DraftModel):
             first_draft,
             rest,
         )
-        draft = replace(self, cache=carry[0], guessed=tokens, sequences=sequences)
+        draft = replace(self, cache=carry[0], last_draft=tokens, sequences=sequences)
         return draft, DraftTokens(tokens, valid, adjusted if sampler.is_random else None)
 
     def _pick_distinct_tokens(
@@ -126,7 +126,7 @@ class TreeDraftModel(DraftModel):
         """Keep the accepted branch, and update the drafter as with a single branch."""
         table, buffers = self.cache.table, self.cache.buffers
         place = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
-        same = (self.guessed == fed[:, None, 1:]) | (place[None] >= num_cached[:, None])[:, None]
+        same = (self.last_draft == fed[:, None, 1:]) | (place[None] >= num_cached[:, None])[:, None]
         branch = jnp.argmax(jnp.all(same, axis=2), axis=1).astype(jnp.int32)
         table = token_tree.keep_branch(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))

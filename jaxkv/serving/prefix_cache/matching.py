@@ -120,7 +120,7 @@ def find_longest_match(
     longest = agreeing[0][0] if agreeing else 0
     if best[0] == longest > 0:
         miss = MissReason.NONE
-    if max((text.common_prefix_length(begin) for text in evicted), default=0) > longest:
+    if max((past.common_prefix_length(begin) for past in evicted), default=0) > longest:
         miss = MissReason.EVICTED
     return PrefixMatch(source, PrefixHit(best[0], miss, isinstance(source, HostPrompt)))
 

@@ -195,8 +195,8 @@ class PrefixStore:
           >>> store.fork(cache, [1, 2, 9], seq=1).hit
           PrefixHit(length=2, miss=<MissReason.NONE: 0>, from_host=True)
         """
-        text, to = self._check_inputs(cache, tokens, seq, extra)
-        return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
+        inputs, to = self._check_inputs(cache, tokens, seq, extra)
+        return self.fork_match(cache, self.longest_match(cache, inputs, to), to, donate=donate)
 
     def store(
         self,
@@ -235,24 +235,24 @@ class PrefixStore:
         Raises:
           ValueError: If the sequence has fewer positions than tokens, or if `fork` would raise.
         """
-        text, source = self._check_inputs(cache, tokens, seq, extra)
-        if (end := int(cache.seq_pos_max(source)) + 1) < len(text):
+        inputs, source = self._check_inputs(cache, tokens, seq, extra)
+        if (end := int(cache.seq_pos_max(source)) + 1) < len(inputs):
             raise ValueError(
-                f"expected a sequence that holds these {len(text)} tokens, got sequence {source} "
+                f"expected a sequence that holds these {len(inputs)} tokens, got sequence {source} "
                 f"with {end}; compute them first (prefill)"
             )
-        here = find_miss_reasons(cache, source, text)
+        here = find_miss_reasons(cache, source, inputs)
         if here[-1] != MissReason.NONE:
             return PrefixResult(cache, self, PrefixHit(0, MissReason(here[-1])))
-        prompt = CachedPrompt(sequence=source, inputs=text)
+        prompt = CachedPrompt(sequence=source, inputs=inputs)
         sequences, others = self._sequences_in_stream(source), self
         for past in [past for past in self.prompts if past.sequence in sequences]:
-            common = text.common_prefix_length(past.inputs)
-            if common < min(len(text), len(past.inputs)):
+            common = inputs.common_prefix_length(past.inputs)
+            if common < min(len(inputs), len(past.inputs)):
                 continue
             there = find_miss_reasons(cache, past.sequence, past.inputs)
-            if common == len(text) and resumes_wherever(there, here):
-                hit = PrefixHit(len(text), MissReason.NONE)
+            if common == len(inputs) and resumes_wherever(there, here):
+                hit = PrefixHit(len(inputs), MissReason.NONE)
                 return PrefixResult(cache, self.touch(past), hit)
             if common == len(past.inputs) and resumes_wherever(here, there):
                 others, sequences = self._without_prompt(past), (past.sequence,)
