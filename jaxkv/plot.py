@@ -202,8 +202,8 @@ def attention_mask(
     ax.set_yticks(ticks, [f"{sequence[i]} : {at[i]}" for i in ticks])
     ax.set_ylabel("token, sequence : position")
     ax.set_xlabel("position" if by_position else "cell of its stream")
-    labels = _colour_labels(np.unique(sequence).tolist(), "seen by sequence")
-    _legend(ax, [*labels, (GREY, "not seen"), (FREE, "not held" if by_position else "empty")])
+    labels = _colour_labels(np.unique(sequence).tolist(), "visible to sequence")
+    _legend(ax, [*labels, (GREY, "hidden"), (FREE, "no cell" if by_position else "empty")])
     return ax
 
 

@@ -231,7 +231,7 @@ def test_plot_legends_name_every_sequence(agg):
     assert names(plot.cells(cache))[:-1] == [f"sequence {one}" for one in wanted]
     assert names(plot.occupancy([cache])) == [f"sequence {one}" for one in wanted]
     seen = names(plot.attention_mask(step))
-    assert seen[:-2] == [f"seen by sequence {one}" for one in wanted]
+    assert seen[:-2] == [f"visible to sequence {one}" for one in wanted]
 
 
 def test_plot_occupancy_and_nbytes_add_up(agg):
