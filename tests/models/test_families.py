@@ -195,6 +195,22 @@ def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_embeddings_have_the_layer_inputs_of_the_padding_token(name, tmp_path):
+    weights = (DATA / name / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    model = models.load(config_at(tmp_path, name, pad_token_id=7))
+    size = model.config.width
+    row = np.asarray(model.params["vocabulary"]["head"])[7] * size**0.5
+    found, wanted, other = (
+        jaxkv.prefill(model.forward, model.params, model.make_cache(cells=8), batch).logits
+        for batch in (make_batch(embeddings=np.tile(row, (5, 1))), [7] * 5, [7] * 4 + [8])
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(wanted - other).max() > 0.1
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["t5_gated", "t5_tied"])
 def test_beam_matches_generate_of_transformers(name):
     record, run = load_record(name), np.load(DATA / name / "run.npz")
