@@ -108,8 +108,8 @@ class Reason(IntEnum):
     )
     ENCODER_ALREADY_WRITTEN = (
         11,
-        "expected no encoder source, got one of {expected} tokens; remove the sequence "
-        "(seq_rm), and its source with it",
+        "expected no encoder source, got one of {expected} tokens; pass append=True, or remove "
+        "the sequence (seq_rm), and its source with it",
     )
     NONFINITE_LOGITS = (
         12,

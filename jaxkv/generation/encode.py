@@ -36,6 +36,7 @@ def encode(
     cache: Cache,
     batch: Batch | Tokens,
     *,
+    append: bool = False,
     donate: bool = False,
 ) -> PrefillResult:
     """Run an encoder, and write the encoder sources of sequences to a cache.
@@ -47,6 +48,9 @@ def encode(
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.
+      append: If True, add the tokens to the sources of their sequences, as for a later image of a
+        conversation. Positions continue; see `init_batch`. Later decoder tokens attend to the whole
+        source. To hide a part of it from them, pass `bias=` to `attend`. Static.
       donate: If True, reuse the buffers of the input cache, which becomes invalid; see `prefill`.
 
     Returns:
@@ -55,7 +59,8 @@ def encode(
       raise: `ok` is False, and the cache is unchanged, bit for bit.
 
     Raises:
-      PlanRefusedError: If the sources do not fit, or a sequence already has a source.
+      PlanRefusedError: If the sources do not fit.
+      PlanRefusedError: If a sequence already has a source, and `append` is False.
       TypeError: If the cache has no part for encoder sources.
       ValueError: If the encoder does not return a step, or the cache was donated.
 
@@ -82,7 +87,7 @@ def encode(
     """
     if not isinstance(batch, Batch):
         batch = make_batch(batch)
-    plan = init_batch(cache, batch, encoder=True)
+    plan = init_batch(cache, batch, encoder=True, append=append)
     (ubatch,) = plan.ubatches
     if is_concrete(plan.ok):
         plan.check()

@@ -51,6 +51,7 @@ def init_batch(
     ubatch_size: int | None = None,
     split_by: SplitBy | None = None,
     encoder: bool = False,
+    append: bool = False,
 ) -> Plan:
     """Plan slots for the tokens of a batch. The cache is unchanged, and only its table is read.
 
@@ -76,6 +77,8 @@ def init_batch(
         becomes one ubatch of any length. The ubatch has a row for each sequence; the rows of a
         traced batch are unchanged. Positions start at 0. After `apply`, write the keys and values
         of each cross-attention layer with `write_kv`.
+      append: if True, the tokens for an encoder are added to the sources of their sequences, and
+        positions continue after the last one of each source. Forks keep the source they had.
 
     Returns:
       A `Plan`: the tuple `ubatches`, `ok` `[]` bool, `reason` `[Q]` int32 (a `Reason` for each
@@ -87,6 +90,7 @@ def init_batch(
 
     Raises:
       TypeError: If `encoder` is True, and the cache has no cross-attention layers.
+      TypeError: If `append` is True, and `encoder` is not.
       ValueError: If a concrete sequence id is not from 0 to Q - 1, or no token is valid.
       ValueError: If a traced batch without rows has more than `ubatch_size` tokens.
       ValueError: If a traced batch has no rows, and the cache has several streams or recurrent
@@ -116,7 +120,9 @@ def init_batch(
     if not isinstance(batch, Batch):
         raise TypeError(f"expected a batch, got {type(batch)}; make_batch(tokens) makes one")
     if encoder:
-        return _init_encoder(table, batch)
+        return _init_encoder(table, batch, append=append)
+    if append:
+        raise TypeError("expected encoder=True with append=True, got encoder=False; pass both")
     ubatch_size = check_ubatch_size(table.spec, ubatch_size)
     plan_part = partial(_plan_ubatches, table, ubatch_size=ubatch_size, split_by=split_by)
     plan = plan_part(batch)
@@ -371,7 +377,7 @@ def _lay_out_next_tokens(
     return index[:, :1] + first, where
 
 
-def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
+def _init_encoder(table: CacheTable, batch: Batch, *, append: bool) -> Plan:
     table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
@@ -385,6 +391,8 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
         table.spec, replace(batch, outputs=xp.zeros_like(batch.valid))
     )
     ranks = rank_in_sequence(flat.sequences, flat.valid)
+    if append:
+        return plan_single_ubatch(table, flat, ranks, index, outputs=MIN_OUTPUTS)
     return _plan_empty_sequences(table, replace(flat, positions=ranks[0]), ranks, index)
 
 

@@ -67,8 +67,9 @@ def compute_logits(source, text):
     held = w["embedding"][text]
     x = held[-1]
     x = x + attend_one(x @ w["q0"], held @ w["k0"], held @ w["v0"])
-    read = w["sources"][list(source)]
-    read = read + read.mean(axis=0) if len(source) else read
+    encoded = source if source and isinstance(source[0], list) else [source]
+    encoded = [w["sources"][part] for part in encoded if part]  # each in one call
+    read = np.concatenate([w["sources"][:0], *(x + x.mean(axis=0) for x in encoded)])
     x = x + attend_one(x @ w["q1"], read @ w["k1"], read @ w["v1"])
     return x @ w["embedding"].T
 
@@ -281,6 +282,64 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
     reader = jaxkv.init_batch(cache, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*reader.valid.shape, 2, SIZE // 2))
     assert not jaxkv.attend(jaxkv.apply(cache, reader), CROSS, q)[1].any()  # refused
+
+
+def append(cache, lists, sequences):
+    batch = make_batch(lists, sequences=sequences)
+    return jaxkv.encode(encoder, WEIGHTS, cache, batch, append=True)
+
+
+def assert_next(cache, *sources, texts="abca"):
+    logits, ok = next_logits(cache)
+    assert ok and not any(map(int, cache.check().values()))
+    assert_logits(logits, sources, [[*TEXTS[name], 1] for name in texts])
+
+
+@core
+@pytest.mark.parametrize("streams", [1, 2, Q])
+def test_append_adds_to_the_source_of_a_sequence_and_not_of_its_fork(streams):
+    fork = jaxkv.seq_cp(fill_cache(streams), 0, 3).check()
+    cache = append(fork, [[8, 9], D], [0, 2]).cache
+    assert lengths(cache) == [7, 1, 2, 5]
+    assert_next(cache, [A, [8, 9]], B, D, A)
+    cache = append(save_and_load(cache), [[6], [7, 7]], [3, 0]).cache
+    assert_next(cache, [A, [8, 9], [7, 7]], B, D, [A, [6]])
+    gone, ok = jaxkv.seq_rm(cache, 0)
+    assert ok and lengths(gone) == [0, 1, 2, 6]
+    back, ok = jaxkv.rewind(append(fork, [[8, 9]], [0]).cache, to=fork.table)
+    assert ok
+    assert_next(back, A, B, C, A)
+
+
+@core
+def test_append_that_does_not_fit_changes_nothing_traced_too():
+    cache = fill_cache()
+    run = jax.jit(lambda *args: jaxkv.encode(encoder, WEIGHTS, *args, append=True))
+    with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
+        append(cache, [[1], [2] * 20], [0, 1])
+    refused = run(cache, make_batch([[1], [2] * 20], sequences=[0, 1]))
+    assert not refused.ok
+    assert_identical(refused.cache, cache)
+    made = run(cache, make_batch([[8, 9]], sequences=[0]))
+    assert made.ok
+    assert_next(made.cache, [A, [8, 9]], B, C, D, texts="abc.")
+
+
+@core
+def test_bias_hides_an_earlier_source_from_later_tokens():
+    """As in a model whose tokens attend to the last image alone; positions continue."""
+    cache = append(fill_cache(), [[8, 9]], [0]).cache
+    (ubatch,) = jaxkv.init_batch(cache, make_batch([1], sequences=0)).ubatches
+
+    def latest(query, cell, head):
+        return jnp.where(cell >= len(A), 0.0, -jnp.inf) + 0.0 * (query + head)
+
+    q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
+    alone = encode(make_both(), [[8, 9]], [0])
+    (other,) = jaxkv.init_batch(alone, make_batch([1], sequences=0)).ubatches
+    _, found = jaxkv.attend(jaxkv.apply(cache, ubatch), CROSS, q, bias=latest)
+    _, wanted = jaxkv.attend(jaxkv.apply(alone, other), CROSS, q)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @core

@@ -22,6 +22,7 @@ LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 OTHERS = ["llama4", "nemotron_h", "deepseek_v32"]
 GEMMAS = ["gemma3n", "gemma4", "gemma4_experts"]
+MASSES = ["gemma3", "deepseek_v3", "falcon_h1"]
 LATENT = dict(rtol=0, atol=2e-5)
 
 
@@ -201,6 +202,22 @@ def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_embeddings_have_the_layer_inputs_of_the_padding_token(name, tmp_path):
+    weights = (DATA / name / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    model = models.load(config_at(tmp_path, name, pad_token_id=7))
+    size = model.config.width
+    row = np.asarray(model.params["vocabulary"]["head"])[7] * size**0.5
+    found, wanted, other = (
+        jaxkv.prefill(model.forward, model.params, model.make_cache(cells=8), batch).logits
+        for batch in (make_batch(embeddings=np.tile(row, (5, 1))), [7] * 5, [7] * 4 + [8])
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(wanted - other).max() > 0.1
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["t5_gated", "t5_tied"])
 def test_beam_matches_generate_of_transformers(name):
     record, run = load_record(name), np.load(DATA / name / "run.npz")
@@ -307,7 +324,10 @@ def test_deepseek_layers_for_further_tokens_are_left_out(tmp_path):
         models.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    mark_cases([*MASSES, "gemma3n", "gemma4"], fast=MASSES),
+)
 def test_mass_of_a_model_is_that_of_its_layers_in_order(name, monkeypatch):
     plain, model = models.load(DATA / name), models.load(DATA / name, return_mass=True)
     cache = model.make_cache(cells=32, sequences=2, streams=2)
@@ -324,7 +344,8 @@ def test_mass_of_a_model_is_that_of_its_layers_in_order(name, monkeypatch):
     monkeypatch.setattr(jaxkv, "attend", attend)
     _, logits, masses = model.forward(model.params, jaxkv.apply(cache, ubatch))
     np.testing.assert_array_equal(logits, wanted[1])
-    assert [layer for layer, _ in calls] == sorted(layer for layer, _ in calls)
+    layers = [layer for layer, _ in calls]
+    assert layers == [*getattr(model.config, "cache_layers", sorted(layers))]
     assert len(masses) == len(calls) > 1
     for mass, (_, of_call) in zip(masses, calls, strict=True):
         np.testing.assert_array_equal(mass, of_call)
