@@ -253,7 +253,7 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 
 def _levels_of_lists(
     texts: Prompts, prompts: SharedPrompts | None, extra: Mapping[str, PyTree] | None
-) -> tuple[list[TrieLevel], Int32[np.ndarray, "Z n"] | None]:
+) -> tuple[list[TrieLevel], Int32[np.ndarray, "Z m"] | None]:
     """Return the levels of concrete texts, and the index of tokens if there are no prompts."""
     lists = check_token_lists(texts, "texts", allow_empty=prompts is not None)
     if prompts is None:

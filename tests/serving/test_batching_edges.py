@@ -45,7 +45,8 @@ def test_submit_of_a_request_for_more_cells_than_a_stream_raises(kind, reserve):
 @pytest.mark.parametrize("ubatch_size, chunk", [(None, 128), (8, 8)])
 def test_default_chunk_is_within_the_ubatch_size_of_the_cache(ubatch_size, chunk):
     spec = replace(POOL.make().table.spec, ubatch_size=ubatch_size)
-    options = dict(sampling_options=(), penalty_last_n=1, max_stop_tokens=0, constraint=None)
+    options = dict(sampling_options=(), penalty_last_n=1, max_stop_tokens=0)
+    options |= dict(constraint=None, extra=None)
     assert (
         check_config(spec, prefill_chunk=None, tokens_per_step=1, **options).prefill_chunk == chunk
     )
