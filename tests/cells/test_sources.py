@@ -444,6 +444,8 @@ def test_encode_prefill_and_select_on_a_mesh():
         cache = make_sharded(partial(make_both, 2), mesh, rules)
         cache, _ = prefill_texts(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
         check(apply_edit(cache, name), *EDITS[name][1:])
+        longer = append(cache, [[8, 9], [6]], [0, 3]).cache
+        assert_next(longer, [A, [8, 9]], B, C, [D, [6]], texts="abc.")
 
 
 @core
