@@ -106,7 +106,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         )
         tree["factor"] = source.tensor(f"{layer}.layer_scalar")
         if c.experts:
-            tree["experts"] = beside_weights(source, layer, c.width)
+            tree["experts"] = beside_weights(source, layer, c.width, c.experts)
         if c.inputs is not None:
             tree["gate"] = per_layer.input_gate_weights(source, layer)
         return tree

@@ -1,11 +1,9 @@
 """Experts of Gemma 4, beside a feed-forward part that all tokens use."""
 
-from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from models.families.experts import Experts, SoftmaxRouter
@@ -61,9 +59,8 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gelu(gate) * up
 
 
-def beside_weights(source: Sources, layer: str, width: int) -> dict[str, Any]:
+def beside_weights(source: Sources, layer: str, width: int, count: int) -> dict[str, Any]:
     """Return the tensors for the `BesideExperts` of the layer with this name."""
-    both = partial(source.tensor, f"{layer}.experts.gate_up_proj")
     router = {
         "norm": {
             "weight": source.tensor(f"{layer}.router.scale", arrange=lambda x: x * width**-0.5)
@@ -71,14 +68,8 @@ def beside_weights(source: Sources, layer: str, width: int) -> dict[str, Any]:
         "select": source.linear(f"{layer}.router.proj"),
         "factors": source.tensor(f"{layer}.router.per_expert_scale"),
     }
-    experts = {
-        "router": router,
-        "gate": both(arrange=lambda x: np.split(x, 2, axis=1)[0].swapaxes(1, 2)),
-        "up": both(arrange=lambda x: np.split(x, 2, axis=1)[1].swapaxes(1, 2)),
-        "down": source.tensor(f"{layer}.experts.down_proj", arrange=lambda x: x.swapaxes(1, 2)),
-    }
     return {
-        "experts": experts,
+        "experts": source.experts(layer, count=count, router=router),
         "norm": source.norm(f"{layer}.pre_feedforward_layernorm_2"),
         "after_norm": source.norm(f"{layer}.post_feedforward_layernorm_2"),
         "after_feed_norm": source.norm(f"{layer}.post_feedforward_layernorm_1"),

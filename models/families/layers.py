@@ -78,19 +78,6 @@ class LayerNorm(nnx.Module):
         return (y * weight + bias).astype(self.weight.dtype)
 
 
-class UnitNorm(nnx.Module):
-    """RMS normalisation without weights."""
-
-    def __init__(self, size: int, eps: float):
-        self.size, self.eps = size, eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last dimension of `x` in float32; the result has the dtype of `x`."""
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype)
-
-
 class Linear(nnx.Module):
     """A linear map to one or several dimensions, with an optional bias.
 

@@ -20,7 +20,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families import gemma3
 from models.families.experts import Experts, SigmoidRouter
 from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm, UnitNorm
+from models.families.layers import Attention, GatedFeed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -74,6 +74,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c, rope = config, config.ropes[layer]
+        unit_norm = partial(RMSNorm, eps=c.norm_eps, dtype=dtype, weighted=False)
         self.attention_norm = RMSNorm(c.width, c.eps, dtype)
         self.attention = Attention(
             c,
@@ -83,7 +84,7 @@ class Block(nnx.Module):
             rope=rope,
             bias=c.bias,
             output_bias=c.bias,
-            norm=partial(UnitNorm, eps=c.norm_eps) if c.qk_norm and rope else None,
+            norm=unit_norm if c.qk_norm and rope else None,
             query_factor=c.query_factor if c.temperature and rope is None else None,
         )
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)

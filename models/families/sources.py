@@ -92,9 +92,14 @@ class Sources:
         }
 
     def experts(
-        self, name: str, *, count: int, parts: tuple[str, ...] = ("gate", "up", "down")
+        self,
+        name: str,
+        *,
+        count: int,
+        parts: tuple[str, ...] = ("gate", "up", "down"),
+        router: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the tensors for `Experts`.
+        """Return the tensors for `Experts`; `router` has those of a router other than one matrix.
 
         The checkpoint has separate tensors for each expert, or two tensors for all `count` experts.
         """
@@ -109,7 +114,8 @@ class Sources:
             half = ("gate", "up").index(part)
             return self.tensor(both, arrange=lambda x: np.split(x, 2, 1)[half].swapaxes(1, 2))
 
-        router = {"weight": self.tensor(f"{name}.gate.weight")}
+        if router is None:
+            router = {"weight": self.tensor(f"{name}.gate.weight")}
         return {"router": router} | {part: all_of(part) for part in parts}
 
     def language_model(
