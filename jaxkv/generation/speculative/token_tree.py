@@ -131,7 +131,7 @@ def plan_tree(
             -1
         ),
         outputs=jnp.ones(texts * count, bool),
-        extra=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.extra_of_tokens(count)),
+        extra=jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), state.extra_of_tokens(count)),
     )
     index = _lay_out_trees(table.spec, texts, branches, length)
     plan = plan_single_ubatch(
