@@ -310,6 +310,18 @@ def test_store_compares_dtypes_shapes_and_bits_of_inputs(stored, other, length):
     assert store.fork(cache, tokens[:1], 1, extra={"x": other[:1]}).hit.length == 0
 
 
+def test_with_prompts_takes_additional_inputs():
+    cache, tokens = jaxkv.make_cache(SPEC, cells=16, sequences=3), np.arange(6)
+    store, extra = PrefixStore(cache, sequences=[2]), {"x": np.arange(6, dtype=np.int32)}
+    batch = make_batch(tokens, sequences=2, extra=extra)
+    cache = jaxkv.prefill(embed_forward, PARAMS, cache, batch).cache
+    loaded = store.with_prompts({2: tokens}, extra={2: extra})
+    assert loaded.fork(cache, tokens, 1, extra=extra).hit.length == 5
+    assert store.with_prompts({2: tokens}).fork(cache, tokens, 1).hit.length == 0
+    with pytest.raises(ValueError, match="expected sequences of the store"):
+        store.with_prompts({2: tokens}, extra={1: extra})
+
+
 def test_engine_with_a_store_takes_prompts_of_one_token():
     engine = make_engine(prefix_sequences=[5])
     one = Request(prompt=[3], max_new_tokens=2)
