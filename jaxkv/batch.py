@@ -190,10 +190,8 @@ def make_batch(
         raise ValueError(
             f"expected valid tokens of at least 0, got {lowest}; padding has valid=False"
         )
-    extra_arrays = check_extra({} if extra is None else extra, shape) or None
-    return Batch(
-        tokens=tokens, embeddings=embeddings, shared_with=others, extra=extra_arrays, **fields
-    )
+    inputs = check_extra(extra, shape) or None
+    return Batch(tokens=tokens, embeddings=embeddings, shared_with=others, extra=inputs, **fields)
 
 
 def _join_lists(tokens: Sequence, sequences: PyTree) -> tuple[np.ndarray, np.ndarray]:
@@ -234,7 +232,9 @@ def _sequences_of_tokens(sequences: PyTree, shape: tuple[int, ...]) -> tuple[PyT
 
 
 def check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
-    """Return additional inputs with integers of 32 bits; the axes of each begin with `shape`."""
+    """Return additional inputs in dtypes of JAX; the axes of each begin with `shape`."""
+    if extra is None:
+        return {}
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(
             f"expected extra as arrays by name, got {extra!r}; pass a dict of names to arrays"
@@ -250,8 +250,9 @@ def check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
                 "cast them"
             )
         kept = jax.dtypes.canonicalize_dtype(value.dtype)
-        if kept != value.dtype and jnp.issubdtype(kept, np.integer):
-            value = _to_32_bits(value, kept, name)
+        if kept != value.dtype:
+            is_integer = jnp.issubdtype(kept, np.integer)
+            value = _to_32_bits(value, kept, name) if is_integer else value.astype(kept)
         if value.shape[: len(shape)] != shape:
             raise ValueError(
                 f"expected extra[{name!r}] of shape {shape} and any axes after it, got "

@@ -1,6 +1,6 @@
 """Drafts from the heads of models that predict further tokens (MTP)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -60,6 +60,7 @@ def mtp_drafter(
     *,
     cells: int,
     num_draft_tokens: int = 3,
+    extra: Mapping[str, Any] | None = None,
 ) -> generation.Drafter:
     """Make a drafter from a head, for `jaxkv.generate` or `jaxkv.generation.speculate`.
 
@@ -73,6 +74,7 @@ def mtp_drafter(
       cells: number of cells of each sequence in the cache of the head.
       num_draft_tokens: maximum number of tokens of a draft. The main cache must have `max_rollback`
         of at least this number.
+      extra: additional model inputs of the prompts, as in `jaxkv.generate`.
 
     Raises:
       ModelError: If the model does not return features.
@@ -85,18 +87,22 @@ def mtp_drafter(
     count, lengths = len(prompts), [len(prompt) for prompt in prompts]
     sizes = dict(sequences=count, streams=count)
     cache, found = model.make_cache(cells=max(lengths), **sizes), []
-    plan = jaxkv.init_batch(cache, jaxkv.make_batch(prompts, outputs=np.ones(sum(lengths), bool)))
+    batch = jaxkv.make_batch(prompts, outputs=np.ones(sum(lengths), bool), extra=extra)
+    plan = jaxkv.init_batch(cache, batch)
     for ubatch in plan.check().ubatches:
         cache, features = _program(model.forward)(model.params, cache, ubatch)
         found.append(features)
     features = plan.gather_outputs(found)
     last = np.cumsum(lengths) - 1
+    # The head reads each token except the first of a prompt, with the features of the one before.
+    first = last + 1 - lengths
+    inputs = {name: np.delete(x, first, axis=0) for name, x in (batch.extra or {}).items()}
     cache = head.make_cache(cells=cells, **sizes)
     if longer := [i for i, length in enumerate(lengths) if length > 1]:
         rest = jaxkv.make_batch(
             [prompts[i][1:] for i in longer],
             sequences=longer,
-            extra={"features": jnp.delete(features, last, axis=0)},
+            extra={**inputs, "features": jnp.delete(features, last, axis=0)},
         )
         cache = jaxkv.prefill(head.forward, head.params, cache, rest).cache
     return generation.head_drafter(

@@ -16,7 +16,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jaxkv.core.constants import END, MAX_CELLS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
+    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped, UInt8
 
 DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
 """Options of `x.at[index].set` and others, which skip indices out of range."""
@@ -45,6 +45,16 @@ def nbytes(tree: PyTree) -> int:
     """Return the number of bytes of a tree of arrays or of shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def bytes_of_rows(array: Shaped[np.ndarray, "n ..."]) -> UInt8[np.ndarray, "n bytes"]:
+    """Return the bytes of each entry along the first axis.
+
+    >>> bytes_of_rows(np.array([[1, 256]], np.int16)).tolist(), bytes_of_rows(np.zeros(0)).shape
+    ([[1, 0, 0, 1]], (0, 8))
+    """
+    rows = array.reshape(len(array), math.prod(array.shape[1:]))
+    return np.ascontiguousarray(rows).view(np.uint8)
 
 
 def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:

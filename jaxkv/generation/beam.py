@@ -262,10 +262,9 @@ def beam(
             f"expected fewer than 2**31 extensions of all beams, got {extensions}; pass a smaller "
             "num_beams"
         )
-    inputs = None
-    if extra is not None:
-        rows = {name: jnp.broadcast_to(x, (num_beams, *np.shape(x))) for name, x in extra.items()}
-        inputs = check_extra(rows, (num_beams,))
+    inputs = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (num_beams, *x.shape)), check_extra(extra, ()) or None
+    )
     args = row, ending, ids, _check_length_penalty(length_penalty), inputs
     if is_traced(params, cache, args):
         cache, result = _run_search(forward, params, cache, *args, num_tokens=num_tokens)

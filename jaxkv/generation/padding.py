@@ -74,8 +74,6 @@ def extra_of_lists(
 
     The lists are the result of `check_token_lists` for the concrete texts.
     """
-    if extra is None:
-        return {}
     if not is_rows(texts):
         return check_extra(extra, (sum(map(len, lists)),))
     rows = np.asarray(texts)

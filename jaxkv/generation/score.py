@@ -32,7 +32,7 @@ from jaxkv.make import make_cache
 from jaxkv.planning.planners import init_batch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
+    from jaxtyping import Array, Float, Int32, PyTree, Shaped
 
     from jaxkv.core.partitioning import ShardingRules
     from jaxkv.generation.types import Prompts, SharedPrompts
@@ -72,9 +72,9 @@ def score(
     Returns:
       Log-probabilities `[Z, n]` in float32. The entries for padding are 0, and so is the entry for
       the first token of a text without a prompt. An entry is NaN if the logits that predict the
-      token contain NaN or +inf. If texts or prompts are traced, entries are also NaN for tokens
-      past the vocabulary, and for texts with an empty prompt. If `texts` is an array, the result
-      has the same shape. If `texts` is a list, n is at least the length of the longest text.
+      token contain NaN or +inf. If texts, prompts or `extra` are traced, entries are also NaN for
+      tokens past the vocabulary, and for texts with an empty prompt. If `texts` is an array, the
+      result has the same shape. If `texts` is a list, n is at least the length of the longest text.
 
     Raises:
       ValueError: If there is no text, a prompt is empty, or an empty text has no prompt.
@@ -108,8 +108,8 @@ def score(
         if is_rows(texts):
             index = _index_of_rows(np.asarray(texts), levels[-1] if index is None else index)
     else:
-        traced = _check_rows(texts, "texts")
-        levels, largest = _levels_of_traced_rows(traced, prompts, extra), -1
+        traced = _check_rows(texts, "texts", allow_empty=prompts is not None)
+        levels, largest = _levels_of_traced_rows(texts, traced, prompts, extra), -1
         index = _index_of_rows(traced, levels[-1])
         if prompts is not None:  # an empty prompt has no logits
             is_computable = jnp.any(levels[0].tokens >= 0, axis=1)
@@ -280,19 +280,19 @@ def _levels_of_lists(
 
 
 def _levels_of_traced_rows(
-    texts: Int32[Array | np.ndarray, "Z n"],
+    texts: Prompts,
+    rows: Int32[Array | np.ndarray, "Z n"],
     prompts: SharedPrompts | None,
     extra: Mapping[str, PyTree] | None,
 ) -> list[TrieLevel]:
-    with_extra = _check_rows(texts if prompts is None else prompts, "prompts")
-    inputs = None if extra is None else check_extra(extra, with_extra.shape)
-    count = len(texts)
+    first = rows if prompts is None else _check_rows(prompts, "prompts")
+    inputs = _extra_of_rows(extra, texts if prompts is None else prompts, first)
+    first, inputs = _move_padding_to_end(first, inputs)
+    count = len(rows)
     ids = np.arange(count, dtype=np.int32)
     if prompts is None:
-        rows, inputs = _move_padding_to_end(texts, inputs)
-        return [TrieLevel(tokens=rows, sequences=ids, parents=ids, extra=inputs, is_scored=True)]
-    first, inputs = _move_padding_to_end(with_extra, inputs)
-    rows, _ = _move_padding_to_end(texts, None)
+        return [TrieLevel(tokens=first, sequences=ids, parents=ids, extra=inputs, is_scored=True)]
+    rows, _ = _move_padding_to_end(rows, {})
     _check_counts(first.shape[0], count)
     group = count // first.shape[0]
     parents = ids // group * group
@@ -320,12 +320,23 @@ def _levels_of_traced_rows(
     ]
 
 
+def _extra_of_rows(
+    extra: Mapping[str, PyTree] | None, texts: Prompts, rows: Int32[Array | np.ndarray, "Z n"]
+) -> dict[str, Shaped[Array | np.ndarray, "Z n ..."]]:
+    """Return the additional inputs of rows, the result of `_check_rows` for the texts."""
+    if is_rows(texts):
+        return check_extra(extra, rows.shape)
+    valid = np.asarray(rows) >= 0
+    index = np.maximum(np.cumsum(valid).reshape(valid.shape) - 1, 0)
+    return {k: jnp.asarray(x)[index] for k, x in check_extra(extra, (int(valid.sum()),)).items()}
+
+
 def _move_padding_to_end(
-    rows: Int32[Array | np.ndarray, "Z n"], extra: dict[str, PyTree] | None
-) -> tuple[Int32[Array, "Z n"], dict[str, PyTree] | None]:
+    rows: Int32[Array | np.ndarray, "Z n"], extra: dict[str, PyTree]
+) -> tuple[Int32[Array, "Z n"], dict[str, PyTree]]:
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     first = jnp.arange(rows.shape[0])[:, None]
-    return jnp.asarray(rows)[first, order], jax.tree.map(lambda x: x[first, order], extra)
+    return jax.tree.map(lambda x: jnp.asarray(x)[first, order], (rows, extra))
 
 
 def _check_spec(spec: object) -> None:
@@ -346,13 +357,15 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
         )
 
 
-def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "Z n"]:
+def _check_rows(
+    texts: Prompts, name: str, *, allow_empty: bool = False
+) -> Int32[Array | np.ndarray, "Z n"]:
     if not is_rows(texts):
         if is_traced(texts):
             raise ValueError(
                 f"expected traced {name} as rows [Z, n], got {type(texts)}; pad lists with -1"
             )
-        lists = check_token_lists(texts, name)
-        width = max(map(len, lists))
+        lists = check_token_lists(texts, name, allow_empty=allow_empty)
+        width = max(1, *map(len, lists))
         texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])
     return check_int32(texts, f"the tokens of {name}")

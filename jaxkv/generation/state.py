@@ -106,7 +106,7 @@ def make_decode_state(
         draw_index=draw,
         last_token_hash=last_token_hash,
         sampler_state=sampler.init(_prompts_as_rows(prompts, count)),
-        extra=check_extra({} if extra is None else extra, (count,)) or None,
+        extra=check_extra(extra, (count,)) or None,
     )
     state = check_state(table.spec, state)
     # `jnp.asarray` would compile a program for each shape and dtype.

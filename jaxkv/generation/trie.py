@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxkv.core.array_utils import next_power_of_two
+from jaxkv.core.array_utils import bytes_of_rows, next_power_of_two
 from jaxkv.core.pytree import pytree_dataclass, static_field
 
 if TYPE_CHECKING:
@@ -107,10 +107,8 @@ def number_inputs(
     """
     tokens = np.concatenate([*texts]).astype(np.int32)
     arrays = [tokens, *(np.asarray(extra[name]) for name in sorted(extra))]
-    rows = [np.ascontiguousarray(x).reshape(tokens.size, -1).view(np.uint8) for x in arrays]
-    _, first, numbers = np.unique(
-        np.concatenate(rows, axis=1), axis=0, return_index=True, return_inverse=True
-    )
+    rows = np.concatenate([bytes_of_rows(x) for x in arrays], axis=1)
+    _, first, numbers = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     numbers = numbers.reshape(-1).astype(np.int32)
     return np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), first.astype(np.int32)
 

@@ -288,7 +288,7 @@ def plan_step(
             f"{shapes[0]}, {shapes[1]} and {shapes[2]}; pass one token and one sequence for each "
             "row"
         )
-    inputs = None if extra is None else check_extra(extra, shape)
+    inputs = check_extra(extra, shape) or None
     if len(shape) == 1:
         rows, valid = rows[:, None], valid[:, None]
         inputs = jax.tree.map(lambda x: x[:, None], inputs)
@@ -310,7 +310,7 @@ def plan_next(
         sequences=jnp.broadcast_to(sequences[:, None], (count, length)).reshape(-1),
         valid=valid.reshape(-1),
         outputs=valid.reshape(-1),
-        extra=None if extra is None else {k: x.reshape(-1, *x.shape[2:]) for k, x in extra.items()},
+        extra=jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), extra),
     )
     index, where = _lay_out_next_tokens(table, sequences, valid)
     plan = plan_single_ubatch(table, flat, _rank_in_rows(valid), index, outputs=count * length)

@@ -162,7 +162,7 @@ def _build_chunk_program(
             sequences=chunk.sequences.reshape(-1),
             valid=chunk.valid.reshape(-1),
             outputs=chunk.ends.reshape(-1),
-            extra=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), chunk.extra),
+            extra=jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), chunk.extra),
         )
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
         num_outputs = shape[0] if table.spec.single_sequence_rows else count

@@ -234,7 +234,7 @@ def check_config(
         penalty_last_n=check_count(penalty_last_n, "penalty_last_n"),
         max_stop_tokens=check_count(max_stop_tokens, "max_stop_tokens", low=0),
         constraint=None if constraint is None else check_constraint(constraint),
-        extra={k: np.asarray(x) for k, x in check_extra(extra or {}, ()).items()},
+        extra={k: np.asarray(x) for k, x in check_extra(extra, ()).items()},
     )
 
 
@@ -302,7 +302,7 @@ def _check_extra(
     extra: Mapping[str, PyTree] | None, defaults: Mapping[str, Shaped[np.ndarray, " *x"]], n: int
 ) -> dict[str, Shaped[np.ndarray, "n ..."]]:
     """Return additional inputs of all n tokens of a prompt, with defaults for missing names."""
-    arrays = check_extra({} if extra is None else extra, (n,))
+    arrays = check_extra(extra, (n,))
     if unknown := sorted(arrays.keys() - defaults.keys()):
         raise ValueError(
             f"expected extra of {', '.join(defaults) or 'no name'}, got {unknown[0]!r}; make "

@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.serving import MissReason
 from jaxkv.serving.engine import Engine, Request
+from jaxkv.serving.prefix_cache.store import PrefixStore
 from tests.helpers.mistakes import assert_raises, mistakes
 
 pytestmark = pytest.mark.core
@@ -245,9 +246,138 @@ def test_store_forks_only_prefixes_with_equal_inputs():
     assert other.prefix_hit.length == 9 and text.prefix_hit.length == 4
 
 
+@pytest.mark.parametrize("traced", ["texts", "prompts", "extra"])
+@pytest.mark.parametrize("are_rows", [False, True])
+def test_score_takes_traced_and_concrete_arguments_together(traced, are_rows):
+    width = max(map(len, PROMPTS))
+    rows = np.stack([np.pad(x, (width - len(x), 0), constant_values=-1) for x in PROMPTS])
+    texts = np.random.default_rng(3).integers(0, 16, (2, 5)).astype(np.int32)
+    arguments = {"texts": texts, "prompts": PROMPTS, "extra": EXTRA}
+    if are_rows or traced == "prompts":
+        offsets = np.stack([np.pad(x, [(width - len(x), 0), (0, 0)]) for _, x in IMAGES])
+        arguments |= {"prompts": rows, "extra": {"rope_offsets": offsets}}
+
+    def score(argument):
+        return jaxkv.score(forward, PARAMS, spec=SPEC, **arguments | {traced: argument})
+
+    known = [
+        logprobs_of([*tokens.tolist(), *text.tolist()], offsets, len(tokens))
+        for (tokens, offsets), text in zip(IMAGES, texts, strict=True)
+    ]
+    np.testing.assert_allclose(jax.jit(score)(arguments[traced]), known, atol=1e-5)
+
+
+def test_score_with_traced_inputs_takes_empty_texts():
+    def score(offsets):
+        inputs = {"rope_offsets": offsets}
+        texts = [[], [3]]
+        return jaxkv.score(forward, PARAMS, texts, prompts=PROMPTS, extra=inputs, spec=SPEC)
+
+    known = np.asarray(score(OFFSETS))[:, :1]
+    np.testing.assert_allclose(jax.jit(score)(OFFSETS), known, atol=1e-5)
+
+
+def embed_forward(params, step):
+    """Predict tokens without additional inputs."""
+    x = params["embed"][step.tokens]
+    step, out = jaxkv.attend(step, 0, *(x[:, :, None] for _ in range(3)))
+    return step, out[:, :, 0].reshape(-1, 12)[step.outputs] @ params["head"]
+
+
+@pytest.mark.parametrize(
+    "stored, other, length",
+    [
+        (np.full(6, np.nan, np.float32), np.full(6, np.nan, np.float32), 5),
+        (np.zeros(6, np.float32), np.float32([0, 0, -0.0, 0, 0, 0]), 2),
+        (np.full(6, 0.1), np.full(6, 0.1, np.float32), 5),
+        (np.zeros(6, np.int8), np.zeros(6, bool), 0),
+        (np.zeros((6, 2), jnp.bfloat16), np.zeros((6, 2), jnp.bfloat16), 5),
+        (np.zeros((6, 3), np.int32), np.zeros((6, 2), np.int32), 0),
+        (np.zeros((6, 1), np.int32), np.zeros((6, 3), np.int32), 0),
+        (np.zeros((6, 2, 0), np.float32), np.zeros((6, 2, 0), np.float32), 5),
+        (np.zeros((6, 0), np.float32), np.zeros((6, 1), np.float32), 0),
+    ],
+)
+def test_store_compares_dtypes_shapes_and_bits_of_inputs(stored, other, length):
+    cache, tokens = jaxkv.make_cache(SPEC, cells=16, sequences=3), np.arange(6)
+    store = PrefixStore(cache, sequences=[2])
+    batch = make_batch(tokens, extra={"x": stored})
+    cache = jaxkv.prefill(embed_forward, PARAMS, cache, batch).cache
+    cache, store, hit = store.store(cache, tokens, 0, extra={"x": stored})
+    assert hit.length == 6
+    assert store.store(cache, tokens, 0, extra={"x": stored}).store.prompts == store.prompts
+    assert store.fork(cache, tokens, 1, extra={"x": other}).hit.length == length
+    assert store.fork(cache, tokens[:1], 1, extra={"x": other[:1]}).hit.length == 0
+
+
+def test_with_prompts_takes_additional_inputs():
+    cache, tokens = jaxkv.make_cache(SPEC, cells=16, sequences=3), np.arange(6)
+    store, extra = PrefixStore(cache, sequences=[2]), {"x": np.arange(6, dtype=np.int32)}
+    batch = make_batch(tokens, sequences=2, extra=extra)
+    cache = jaxkv.prefill(embed_forward, PARAMS, cache, batch).cache
+    loaded = store.with_prompts({2: tokens}, extra={2: extra})
+    assert loaded.fork(cache, tokens, 1, extra=extra).hit.length == 5
+    assert store.with_prompts({2: tokens}).fork(cache, tokens, 1).hit.length == 0
+    with pytest.raises(ValueError, match="expected sequences of the store"):
+        store.with_prompts({2: tokens}, extra={1: extra})
+
+
+def test_engine_with_a_store_takes_prompts_of_one_token():
+    engine = make_engine(prefix_sequences=[5])
+    one = Request(prompt=[3], max_new_tokens=2)
+    (first,), (again,) = engine.generate([one]), engine.generate([one])
+    assert first.tokens.tolist() == again.tokens.tolist()
+
+
+def test_inputs_with_an_empty_axis_pass_through_loops():
+    def empty_forward(params, step):
+        assert step.extra["x"].shape == (*step.tokens.shape, 2, 0)
+        return embed_forward(params, step)
+
+    def empty(count):
+        return {"x": np.zeros((count, 2, 0), np.float32)}
+
+    prompt = PROMPTS[1]
+    plain = jaxkv.generate(embed_forward, PARAMS, [prompt], spec=SPEC, max_new_tokens=6)
+    found = jaxkv.generate(
+        empty_forward, PARAMS, [prompt], spec=SPEC, max_new_tokens=6, extra=empty(len(prompt))
+    )
+    assert found.lists() == plain.lists()
+    engine = Engine(
+        empty_forward,
+        PARAMS,
+        jaxkv.make_cache(SPEC, cells=64),
+        extra={"x": np.zeros((2, 0), np.float32)},
+    )
+    (output,) = engine.generate([Request(prompt=prompt, max_new_tokens=6)])
+    assert [output.tokens.tolist()] == plain.lists()
+    batch = make_batch(prompt, extra=empty(len(prompt)))
+    cache = jaxkv.make_cache(SPEC, cells=64, sequences=2)
+    result = jaxkv.prefill(empty_forward, PARAMS, cache, batch)
+    draft = generation.draft_model(empty_forward, PARAMS, result.cache, num_branches=2)
+    state = generation.init_decode(result.cache, logits=result, extra=empty(1)).state
+    out = generation.speculate(
+        empty_forward, PARAMS, result.cache, state, drafter=draft, num_tokens=5
+    )
+    assert out.lists() == [text[1:] for text in plain.lists()]
+
+
+def test_engine_takes_default_floats_of_python():
+    cache = jaxkv.make_cache(SPEC, cells=16)
+    engine = Engine(embed_forward, PARAMS, cache, extra={"x": 1.0})
+    request = Request(prompt=[1, 2], max_new_tokens=1, extra={"x": jnp.ones(2)})
+    assert engine.generate([request])[0].tokens.size == 1
+
+
+def beams(extra):
+    return generation.beam(
+        forward, PARAMS, EMPTY, np.zeros(16), num_beams=2, num_tokens=2, extra=extra
+    )
+
+
 EMPTY = jaxkv.make_cache(SPEC, cells=8, sequences=2)
 NAMES = dict(cache=EMPTY, make_engine=make_engine, Request=Request, generate_images=generate)
-NAMES |= dict(forward=forward, PARAMS=PARAMS, SPEC=SPEC)
+NAMES |= dict(forward=forward, PARAMS=PARAMS, SPEC=SPEC, beams=beams, Engine=Engine)
 
 
 @pytest.mark.parametrize("call, outcome", mistakes("extra"))

@@ -94,6 +94,24 @@ def test_speculate_with_head_says_what_a_loop_without_caches_says(name):
     assert (counts[:3, 2] > 5).all() and (counts[:3, 0] < COUNT - 5).all()
 
 
+def test_head_gets_the_positions_of_prompts_and_drafts():
+    """Equal offsets of all tokens change no logits, so drafts are as good as without offsets."""
+    model, head = load_both("qwen3_5")
+    prompts = np.load(DATA / "qwen3_5" / "run.npz")["mtp_prompts"][:2].tolist() + [[9]]
+    extra = {"rope_offsets": np.full((sum(map(len, prompts)), 3), 1000, np.int32)}
+
+    def count(**options):
+        sizes = dict(cells=LENGTH, sequences=3, streams=3, max_rollback=DRAFT)
+        drafter = models.mtp_drafter(
+            model, head, prompts, cells=LENGTH, num_draft_tokens=DRAFT, **options
+        )
+        options |= dict(cache=model.make_cache(**sizes), max_new_tokens=COUNT, drafter=drafter)
+        out = jaxkv.generate(model.forward, model.params, prompts, **options)
+        return out.lists(), out.num_accepted.tolist()
+
+    assert count(extra=extra) == count()
+
+
 def test_features_are_the_input_of_the_output_matrix():
     model, plain = models.load(DATA / "llama_tied", return_features=True), load_plain("llama_tied")
     logits, features = run_once(model, [3, 4, 5])

@@ -127,7 +127,7 @@ def plan_tree(
         sequences=jnp.concatenate([ids[:, None], sets], axis=1).reshape(-1, branches),
         valid=_join_columns(active, nodes.first).reshape(-1),
         outputs=jnp.ones(batch_size * count, bool),
-        extra=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.extra_of_tokens(count)),
+        extra=jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), state.extra_of_tokens(count)),
     )
     index = _lay_out_trees(table.spec, batch_size, branches, length)
     plan = plan_single_ubatch(

@@ -57,5 +57,5 @@ def check_prompt(tokens: Ids, extra: Mapping[str, PyTree] | None) -> ModelInputs
             f"expected tokens [n] of one prompt of at least one token, got the shape "
             f"{prompt.shape}; pass one list of token ids"
         )
-    arrays = check_extra({} if extra is None else extra, prompt.shape)
+    arrays = check_extra(extra, prompt.shape)
     return ModelInputs(tokens=prompt, extra={name: np.array(x) for name, x in arrays.items()})

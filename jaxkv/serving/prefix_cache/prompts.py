@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxkv.cache import Cache
-from jaxkv.core.array_utils import nbytes
+from jaxkv.core.array_utils import bytes_of_rows, nbytes
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Shaped, UInt8
@@ -73,14 +73,18 @@ class ModelInputs:
         )
 
     def common_prefix_length(self, other: ModelInputs) -> int:
-        """Return the length of the common prefix with other inputs."""
+        """Return the length of the common prefix with other inputs; floats have equal bits."""
         size = min(len(self), len(other))
-        differs = self.tokens[:size] != other.tokens[:size]
-        if self.extra.keys() != other.extra.keys():
+        forms, other_forms = (
+            {name: (x.dtype, x.shape[1:]) for name, x in inputs.extra.items()}
+            for inputs in (self, other)
+        )
+        if forms != other_forms:
             return 0
+        differs = self.tokens[:size] != other.tokens[:size]
         for name, x in self.extra.items():
-            rows = x[:size] != other.extra[name][:size]
-            differs = differs | rows.reshape(size, -1).any(axis=1)
+            rows = bytes_of_rows(x[:size]) != bytes_of_rows(other.extra[name][:size])
+            differs |= rows.any(axis=1)
         differences = np.flatnonzero(differs)
         return int(differences[0]) if differences.size else size
 

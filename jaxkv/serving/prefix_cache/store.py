@@ -292,30 +292,30 @@ class PrefixStore:
         only, _ = seq_rm(cache, others)
         return int(only.num_used_cells())
 
-    def with_prompts(self, prompts: Mapping[int, Ids]) -> PrefixStore:
-        """Return a store with the given prompts, such as the prompts of a snapshot.
-
-        The new store has no prompts in host memory.
+    def with_prompts(
+        self, prompts: Mapping[int, Ids], *, extra: Mapping[int, Mapping[str, PyTree]] | None = None
+    ) -> PrefixStore:
+        """Return a store with the given prompts and none in host memory, as those of a snapshot.
 
         Args:
-          prompts: Tokens `[n]` of each prompt by sequence id, least recently used first. They are
-            not compared with a cache.
+          prompts: Tokens `[n]` by sequence id, least recently used first, compared with no cache.
+          extra: Additional model inputs, see `fork`, of each prompt by sequence id.
 
         Raises:
-          ValueError: If the sequence id of a prompt is not in the store.
+          ValueError: If a sequence id is not in the store.
         """
-        if others := set(prompts) - set(self.sequences):
+        inputs = {} if extra is None else extra
+        if others := {*prompts, *inputs} - set(self.sequences):
             raise ValueError(
                 f"expected sequences of the store, some of {self.sequences}, got {sorted(others)}; "
                 f"load the prompts into those"
             )
-        cached = [
-            CachedPrompt(sequence=seq, inputs=check_prompt(tokens, None))
+        cached = tuple(
+            CachedPrompt(sequence=seq, inputs=check_prompt(tokens, inputs.get(seq)))
             for seq, tokens in prompts.items()
-        ]
-        return self._replace_fields(
-            prompts=tuple(cached), evicted=(), _host=HostPrompts(max_bytes=self.host_bytes)
         )
+        host = HostPrompts(max_bytes=self.host_bytes)
+        return self._replace_fields(prompts=cached, evicted=(), _host=host)
 
     def warm_up(
         self,
