@@ -329,7 +329,7 @@ class Cache(Partitioned):
 _used = jit_method(CacheTable.num_used_cells)
 _can_add = jit_method(CacheTable.can_seq_add)
 _can_resume = jit_method(CacheTable.can_resume)
-_faults = jit_method(CacheTable.count_broken_invariants)
+_faults = jit_method(CacheTable.violations_by_invariant)
 
 
 @jit_table

@@ -101,7 +101,7 @@ class CacheSpec:
         layers = check_count(layers, "layers")
         heads = _check_layer_sizes(kv_heads, layers, "kv_heads")
         keys = _check_layer_sizes(head_dim, layers, "head_dim")
-        values = keys if value_dim is None else _check_value_dims(value_dim, keys)
+        values = keys if value_dim is None else _normalise_value_dims(value_dim, keys)
         if window is not None and not isinstance(window, Window):
             raise TypeError(
                 f"expected a window or None, got {window!r}; make one, as jaxkv.Window.sliding(128)"
@@ -382,7 +382,7 @@ def _check_layer_sizes(value: object, layers: int, name: str) -> tuple[int, ...]
     return tuple(check_count(size, name) for size in _broadcast_to_layers(value, layers, name))
 
 
-def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
+def _normalise_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
     def make_value_slice(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))
         if part.step not in (None, 1) or not 0 < len(ends) < key:

@@ -420,12 +420,12 @@ class HybridTable(CacheTable):
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)
 
-    def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
+    def violations_by_invariant(self) -> dict[str, Int32[Array, ""]]:
         """Return the number of violations of each invariant in each part."""
         return {
             f"part {i}: {name}": number
             for i, part in enumerate(self.parts)
-            for name, number in part.count_broken_invariants().items()
+            for name, number in part.violations_by_invariant().items()
         }
 
     def max_rollback(self, buffers: tuple, layer: int) -> int:

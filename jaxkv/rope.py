@@ -234,12 +234,12 @@ class Rope:
         frequencies = np.asarray(self.frequencies)
         pairs = len(frequencies)
 
-        def pair_of(rotations: float) -> float:
+        def pair_index_at(rotations: float) -> float:
             # Pair i has the frequency base ** (-i / pairs), so it turns original *
             # base ** (-i / pairs) / (2 pi) times. This equation is solved for i.
             return pairs * math.log(original / (rotations * 2 * math.pi)) / math.log(base)
 
-        low, high = pair_of(beta_fast), pair_of(beta_slow)
+        low, high = pair_index_at(beta_fast), pair_index_at(beta_slow)
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         # The bound of `high` and the 0.001, which prevents a division by 0, are those of llama.cpp

@@ -446,7 +446,7 @@ class CacheTable(Sharded):
         """
 
     @abstractmethod
-    def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
+    def violations_by_invariant(self) -> dict[str, Int32[Array, ""]]:
         """Return the number of violations of each invariant, by name."""
 
     serves: ClassVar[Literal["attend", "states"]]

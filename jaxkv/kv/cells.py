@@ -350,7 +350,7 @@ def stamps_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Arr
     return jnp.where(where, chain_hashes(cells.stamp, cells.shift), cells.stamp)
 
 
-def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
+def violations_by_invariant(cells: Cells) -> dict[str, Int32[Array, ""]]:
     """Return the number of violations of each invariant of the table, by name."""
     owned = jnp.any(cells.owners != 0, axis=1)
     known_bits = union_of_sequence_bits(cells, jnp.arange(cells.sequences))

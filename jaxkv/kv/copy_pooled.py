@@ -103,7 +103,7 @@ def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]
 def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
     """Apply a copy plan to the table and the buffers, if each stream has enough cells."""
     args = transfer.origin, transfer.slots, transfer.num_copied
-    filled = map_kv(cells, buffers, _copy_planned_cells, *args, by_stream=2)
+    filled = map_kv(cells, buffers, _copy_planned_cells, *args, num_split_args=2)
     return with_copies(cells, cells, transfer), filled
 
 
@@ -232,7 +232,11 @@ def plan_transfer(
     in_group &= (ours[:, None] == ours[None]) & (theirs[:, None] == theirs[None])
     args = open_cells, source, parents, targets, in_group, start, stop
     new_cells, origin, slots, *need = map_table(
-        base, partial(_queue_copies, shard_of_table(source)), *args, by_stream=1, out_by_stream=True
+        base,
+        partial(_queue_copies, shard_of_table(source)),
+        *args,
+        num_split_args=1,
+        out_by_stream=True,
     )
     return CopyPlan(base, new_cells, origin, slots, CopyDemand(*need))
 

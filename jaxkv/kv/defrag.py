@@ -76,7 +76,7 @@ class DefragPlan(MaintenancePlan):
             partial(_move_keys_and_values, size),
             self,
             chunks,
-            by_stream=2,
+            num_split_args=2,
         )
         table = jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, table)
         # Sources have lost their owners but still have positions, which `with_owners` removes.

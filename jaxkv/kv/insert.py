@@ -83,7 +83,7 @@ def insert(
 
         own, other = both
         origin, target = map_table(
-            cells, locate_on_shard, *plan, chunk, by_stream=2, out_by_stream=False
+            cells, locate_on_shard, *plan, chunk, num_split_args=2, out_by_stream=False
         )
         for i in range(own.layers):
             heads = read_layer(source, other.layer(i), *origin)

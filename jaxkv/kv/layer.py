@@ -227,7 +227,7 @@ def _local_visibility(
     return visibility.slice_cells(first, layer_kv.num_cells)
 
 
-def _is_readable(
+def _may_attend(
     step: Step,
     layer_kv: LayerKV,
     incomplete: jax.Array | None,
@@ -285,7 +285,7 @@ def _visible_kv(
     ) -> tuple[jax.Array, ...]:
         visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
         current = ~step.is_stale
-        readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
+        readable = _may_attend(step, layer_kv, incomplete, causal, visible_until)
         readable = jnp.all(readable, axis=1)
         mask = compute_mask(visibility)
         if shared_axes:  # each row is a list, on all devices
@@ -349,7 +349,7 @@ def _attend_layer(
         visible_until: jax.Array | None,
         select: jax.Array | None,
     ) -> tuple[LayerKV | None, jax.Array, jax.Array | None]:
-        readable = _is_readable(step, layer_kv, incomplete, causal, visible_until)
+        readable = _may_attend(step, layer_kv, incomplete, causal, visible_until)
         visibility = _local_visibility(axes, step, layer_kv, causal, visible_until)
         if shared_axes and options.keep_weights:  # each row is a list, on all devices
             visibility = split_visibility(visibility, len(q) // len(visibility.at))

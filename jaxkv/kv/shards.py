@@ -177,12 +177,12 @@ def map_kv(
     buffers: Buffers,
     change: Callable[..., PyTree],
     *args: PyTree,
-    by_stream: int = 0,
+    num_split_args: int = 0,
 ) -> Buffers:
     """Replace the keys and values on each device by `change(shard, *args, arrays)`.
 
     If layers are stacked, `change` is called for each layer, otherwise once for all layers. On a
-    mesh, the first `by_stream` elements of `args` are split by streams, and the other elements are
+    mesh, the first `num_split_args` elements of `args` are split by streams, and the other elements are
     replicated.
     """
     halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
@@ -192,7 +192,11 @@ def map_kv(
     specs = jax.tree.map(lambda partition: partition.partition_spec, partitions)
     axes, *_ = jax.tree.leaves(partitions)  # those of streams and cells are equal in all arrays
     shard = Shard(axes.streams, axes.cells)
-    in_specs = (*(P(shard.streams),) * by_stream, *(P(),) * (len(args) - by_stream), specs)
+    in_specs = (
+        *(P(shard.streams),) * num_split_args,
+        *(P(),) * (len(args) - num_split_args),
+        specs,
+    )
 
     def change_layers_in_turn(*args: PyTree) -> PyTree:
         def of_layer(layer: jax.Array, arrays: PyTree, *args: PyTree) -> PyTree:
@@ -250,18 +254,22 @@ def _partition_layer(table: Cells, layer: LayerKV) -> tuple[Shard, LayerKV, P]:
 
 
 def map_table(
-    cells: Cells, work: Callable[..., R], *args: PyTree, by_stream: int = 0, out_by_stream: PyTree
+    cells: Cells,
+    work: Callable[..., R],
+    *args: PyTree,
+    num_split_args: int = 0,
+    out_by_stream: PyTree,
 ) -> R:
     """Call `work(shard, cells, *args)` with the streams of each device.
 
-    The first `by_stream` elements of `args` are split by streams of `cells`, other tables in `args`
+    The first `num_split_args` elements of `args` are split by streams of `cells`, other tables in `args`
     by their own streams; other elements are replicated. `out_by_stream` is True, or a tree prefix
     of the results with True, for results that are split by streams; other results must be equal on
     all devices.
     """
     shard = shard_of_table(cells)
     others = [P(shard_of_table(x).streams) if isinstance(x, Cells) else P() for x in args]
-    in_specs = (*(P(shard.streams),) * (1 + by_stream), *others[by_stream:])
+    in_specs = (*(P(shard.streams),) * (1 + num_split_args), *others[num_split_args:])
     out_specs = jax.tree.map(lambda is_split: P(shard.streams) if is_split else P(), out_by_stream)
     rules = cells.sharding_rules
     for table in [x for x in args if isinstance(x, Cells) and rules is None]:
@@ -277,17 +285,17 @@ def shard_of_table(cells: Cells) -> Shard:
 def map_streams(cells: Cells, work: Callable[..., R], *args: PyTree) -> R:
     """Call a function with each device's streams; arguments and results are split by streams."""
     return map_table(
-        cells, lambda _, *args: work(*args), *args, by_stream=len(args), out_by_stream=True
+        cells, lambda _, *args: work(*args), *args, num_split_args=len(args), out_by_stream=True
     )
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., R], *args: jax.Array) -> R:
     """Call a function with each device's streams; gather the results with one collective."""
 
-    def gather_on_shard(shard: Shard, *args: PyTree) -> R:
+    def gather_results(shard: Shard, *args: PyTree) -> R:
         return _gather_over_axes(work(*args), shard.streams)
 
-    return map_table(cells, gather_on_shard, *args, by_stream=len(args), out_by_stream=False)
+    return map_table(cells, gather_results, *args, num_split_args=len(args), out_by_stream=False)
 
 
 def map_rows(cells: C, ubatch: Ubatch, work: Callable[[C, Ubatch], C]) -> C:

@@ -230,7 +230,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
         partial(_rotate_keys, ropes, buffers.heads_per_row, head_dims, buffers.rotated),
         start,
         by,
-        by_stream=2,
+        num_split_args=2,
     )
     cells = replace(
         cells,

@@ -70,7 +70,7 @@ class CellTable(Cells, CacheTable):
     can_resume = eviction.can_resume
     rewind = cells.rewind
     advance_version = cells.advance_version
-    count_broken_invariants = cells.count_broken_invariants
+    violations_by_invariant = cells.violations_by_invariant
     mark_incomplete = slots.mark_incomplete
     serves = "attend"
 

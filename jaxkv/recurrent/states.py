@@ -343,7 +343,7 @@ def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
     return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 
-def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
+def violations_by_invariant(states: States) -> dict[str, Int32[Array, ""]]:
     """Return the number of violations of each invariant, by name of the invariant."""
     is_present, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]

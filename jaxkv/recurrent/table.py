@@ -88,7 +88,7 @@ class StateTable(States, CacheTable):
     seq_div = states.seq_div
     can_resume = states.can_resume
     rewind = states.rewind
-    count_broken_invariants = states.count_broken_invariants
+    violations_by_invariant = states.violations_by_invariant
     serves = "states"
 
     @property

@@ -50,7 +50,7 @@ def copy_to_host(cache: Cache, seq: int, *, max_bytes: int) -> Cache | None:
     Returns:
       The new cache, or None, without a copy, if its buffers need more than `max_bytes` bytes.
     """
-    cells = _round_up(cache, int(_num_own_cells(cache.table, np.int32(seq))))
+    cells = _round_up(cache, int(_max_owned_cells(cache.table, np.int32(seq))))
     take = partial(extract, sequences=seq, cells=cells)
     if nbytes(jax.eval_shape(take, cache).cache.buffers) > max_bytes:
         return None
@@ -78,7 +78,7 @@ def warm_up_copies(cache: Cache, seq: int, *, donate: bool) -> Cache:
       donate: Value of `donate` in later calls of `insert`.
     """
     largest = max([part.num_cells for part in _attention_parts(cache.table)], default=1)
-    _num_own_cells(cache.table, np.int32(seq))
+    _max_owned_cells(cache.table, np.int32(seq))
     for cells in sorted({_round_up(cache, 1 << n) for n in range((largest - 1).bit_length() + 1)}):
         copied = _move_buffers_to_host(extract(cache, seq, cells=cells).cache)
         can_insert(cache, copied, seq)
@@ -105,7 +105,7 @@ def _attention_parts(table: CacheTable) -> list[CellTable]:
 
 
 @jit_table
-def _num_own_cells(table: CacheTable, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+def _max_owned_cells(table: CacheTable, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the largest number of cells that a sequence owns in an attention part, at least 1."""
     counts = [part.seq_keep(seq).num_used_cells() for part in _attention_parts(table)]
     return jnp.max(jnp.array([1, *counts], jnp.int32))

@@ -162,7 +162,7 @@ def attend_packed(
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     weights = jnp.exp(logits - highest)
     total, out = _sum_weighted_values(weights, v)
-    kept = _join_parts(weights) if options.keep_weights else None
+    kept = _join_cells(weights) if options.keep_weights else None
     return OnlineSoftmax(highest.reshape(q.shape[:3]), total, out, kept)
 
 
@@ -181,10 +181,10 @@ def add_cells(
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     weights = jnp.exp(logits - highest.reshape(*q.shape[:2], 1, -1, mask.shape[1], 1))
     sums = sums.merge_block(highest, *_sum_weighted_values(weights, v))
-    return sums, _join_parts(logits) if options.keep_weights else None
+    return sums, _join_cells(logits) if options.keep_weights else None
 
 
-def _join_parts(x: Float[Array, "P K J G T C"]) -> Float[Array, "P K X N"]:
+def _join_cells(x: Float[Array, "P K J G T C"]) -> Float[Array, "P K X N"]:
     lists, kv_heads, parts, _, _, size = x.shape
     return jnp.moveaxis(x, 2, 4).reshape(lists, kv_heads, -1, parts * size)
 
