@@ -182,7 +182,7 @@ def map_kv(
     """Replace the keys and values on each device by `change(shard, *args, arrays)`.
 
     If layers are stacked, `change` is called for each layer, otherwise once for all layers. On a
-    mesh, the first `num_split_args` elements of `args` are split by streams, and the other elements are
+    mesh, the first `num_split_args` elements of `args` are split by streams, and the others are
     replicated.
     """
     halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
@@ -262,10 +262,10 @@ def map_table(
 ) -> R:
     """Call `work(shard, cells, *args)` with the streams of each device.
 
-    The first `num_split_args` elements of `args` are split by streams of `cells`, other tables in `args`
-    by their own streams; other elements are replicated. `out_by_stream` is True, or a tree prefix
-    of the results with True, for results that are split by streams; other results must be equal on
-    all devices.
+    The first `num_split_args` elements of `args` are split by streams of `cells`, other tables in
+    `args` by their own streams; other elements are replicated. `out_by_stream` is True, or a tree
+    prefix of the results with True, for results that are split by streams; other results must be
+    equal on all devices.
     """
     shard = shard_of_table(cells)
     others = [P(shard_of_table(x).streams) if isinstance(x, Cells) else P() for x in args]
