@@ -101,7 +101,7 @@ def number_inputs(
     Return the number of each token of each text, and an index of a token with each number in the
     concatenated texts. A trie of the numbers shares a prefix if tokens and inputs are equal.
 
-    >>> texts = np.array([5, 6]), np.array([5, 6])
+    >>> texts = [np.array([5, 6], np.int32)] * 2
     >>> [x.tolist() for x in number_inputs(texts, {"image": np.array([0, 1, 0, 2])})[0]]
     [[0, 1], [0, 2]]
     """
