@@ -71,8 +71,7 @@ PAIRS = {
     "streams to hybrid": (HYBRID | IN_PAIRS | {"kept": 0}, HYBRID | {"kept": 0}),
 }
 FAST = ["two streams to one for each"]
-CORE = ["striped window of two streams to one", "hybrid to streams", "rows of heads to stacked"]
-CORE += ["states to fewer states"]
+CORE = ["hybrid to streams", "states to fewer states"]
 
 
 def make_twin(kind):

@@ -13,6 +13,7 @@ from jaxkv.serving import MissReason
 from jaxkv.serving.engine import Engine, Request
 from jaxkv.serving.prefix_cache.store import PrefixStore
 from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import mark_cases
 
 pytestmark = pytest.mark.core
 
@@ -209,10 +210,11 @@ def requests():
     ]
 
 
+ENGINES = [{}, {"prefix_sequences": [5]}, {"cells": 48, "reserve": False, "tokens_per_step": 2}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"prefix_sequences": [5]}, {"cells": 48, "reserve": False, "tokens_per_step": 2}],
-    ids=["plain", "store", "preempted"],
+    "options", mark_cases(ENGINES, core=ENGINES[1:]), ids=["plain", "store", "preempted"]
 )
 def test_engine_generates_with_inputs(options):
     engine = make_engine(**options)
@@ -246,8 +248,10 @@ def test_store_forks_only_prefixes_with_equal_inputs():
     assert other.prefix_hit.length == 9 and text.prefix_hit.length == 4
 
 
-@pytest.mark.parametrize("traced", ["texts", "prompts", "extra"])
-@pytest.mark.parametrize("are_rows", [False, True])
+MIXES = [(traced, rows) for traced in ("texts", "prompts", "extra") for rows in (False, True)]
+
+
+@pytest.mark.parametrize(("traced", "are_rows"), mark_cases(MIXES, core=[MIXES[1], MIXES[4]]))
 def test_score_takes_traced_and_concrete_arguments_together(traced, are_rows):
     width = max(map(len, PROMPTS))
     rows = np.stack([np.pad(x, (width - len(x), 0), constant_values=-1) for x in PROMPTS])

@@ -143,7 +143,7 @@ SMALL |= dict.fromkeys(GEMMAS, dict(cells=512, ubatch_size=16, max_rollback=4))
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 FAST = ("llama_tied", Way(20))
 CORE = [(name, WHOLE) for name in ("deepseek_v2_groups", "gemma3", "t5_tied")]
-CORE += [(name, FIRST) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", *OTHERS)]
+CORE += [(name, FIRST) for name in ("qwen3_next", "qwen3_5", "deepseek_v32")]
 CORE += [("gemma4", Way(16, steps=False, texts=1))]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
@@ -165,6 +165,7 @@ NIGHTLY = [
     *[("qwen3_5_moe", way) for way in (POOLED, SHORT_UBATCHES)],
     *[("gpt_oss", way) for way in (POOLED, ONE_BY_ONE, SHORT_UBATCHES)],
     *[("gpt_oss_mxfp4", way) for way in (ALONE, IN_UBATCHES)],
+    *[(name, FIRST) for name in ("qwen3_5_moe", "llama4", "nemotron_h")],
     *[(name, way) for name in OTHERS for way in (POOLED, ONE_BY_ONE, IN_UBATCHES)],
     *[(name, way) for name in GEMMAS for way in (POOLED, ONE_BY_ONE, Way(16, max_rollback=2))],
     *[(name, Way(1, streams=4, full_windows=True)) for name in GEMMAS],

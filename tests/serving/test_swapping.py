@@ -204,9 +204,7 @@ KINDS = [(POOL, [4]), (replace(servers.GROUPS, cells=40), [2, 5])]
 
 
 @pytest.mark.parametrize("reserve", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "holders"), mark_cases(KINDS, fast=KINDS[:1], core=KINDS[1:2]), ids=str
-)
+@pytest.mark.parametrize(("kind", "holders"), mark_cases(KINDS, fast=KINDS[:1]), ids=str)
 def test_engine_with_stored_prompts_in_host_memory(kind, holders, reserve):
     """Six conversations in turn, with cells for two: most continue from host memory."""
     cache, limit = kind.make(), 6 * 32 * CELL

@@ -43,7 +43,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", mark_cases(KINDS, core=["streams and heads", "split cells"]))
+@pytest.mark.parametrize("name", mark_cases(KINDS, core=["split cells"]))
 def test_insert_on_mesh_and_from_another_mesh_equals_one_device(name, mode):
     kind, other, axes = KINDS[name]
     first, second = (
