@@ -8,6 +8,7 @@ import pytest
 import jaxkv
 from jaxkv import generation
 from tests.helpers.caches import attention_cache
+from tests.helpers.parametrize import mark_cases
 
 VOCABULARY, SIZE, DRAFT = 5, 6, 3
 WEIGHTS = {
@@ -86,7 +87,7 @@ def init(cache, drafter_cache):
     return done.cache, state, drafter
 
 
-@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("streams", mark_cases([1, 2], fast=[2]))
 def test_drafts_of_head_equal_those_without_caches(streams):
     sizes = dict(sequences=2, streams=streams)
     cache, state, drafter = init(make(**sizes), make(**sizes))

@@ -94,6 +94,7 @@ def test_speculate_with_head_says_what_a_loop_without_caches_says(name):
     assert (counts[:3, 2] > 5).all() and (counts[:3, 0] < COUNT - 5).all()
 
 
+@pytest.mark.nightly
 def test_head_gets_the_positions_of_prompts_and_drafts():
     """Equal offsets of all tokens change no logits, so drafts are as good as without offsets."""
     model, head = load_both("qwen3_5")
