@@ -124,7 +124,7 @@ left.invert_yaxis()
 left.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 for shift, name, colour in ((-0.2, "with a store", "#0072b2"), (0.2, "without", "#d55e00")):
     right.barh(rows + shift, took[name], height=0.38, color=colour, label=name)
-right.set(xlabel="milliseconds until the answer is whole")
+right.set(xlabel="milliseconds until the end of the answer")
 right.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 for ax in (left, right):
     ax.spines[["top", "right"]].set_visible(False)

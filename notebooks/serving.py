@@ -114,10 +114,10 @@ def picture(cells, tokens, results, title):
             elif tokens[step, i] == 0:
                 below.barh(i, 1, left=step, color="#dddddd")
     handles = [
-        plt.matplotlib.patches.Patch(facecolor="#dddddd", label="waits, or its prompt goes in"),
+        plt.matplotlib.patches.Patch(facecolor="#dddddd", label="waits, or its prompt is computed"),
         plt.matplotlib.patches.Patch(facecolor="#0072b2", label="generates"),
         plt.matplotlib.patches.Patch(
-            facecolor="#ffffff", edgecolor="#d55e00", hatch="////", label="stands still"
+            facecolor="#ffffff", edgecolor="#d55e00", hatch="////", label="generates no token"
         ),
     ]
     below.legend(

@@ -112,7 +112,7 @@ for step in range(25):
     trained = optax.apply_updates(trained, updates)
 
 fig, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
-ax.plot(losses, color="#0072b2", label="texts that it learns")
+ax.plot(losses, color="#0072b2", label="training texts")
 ax.plot(looked.keys(), looked.values(), "o--", color="#d55e00", label="other texts")
 ax.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, None), xticks=range(0, 25, 6))
 ax.legend(frameon=False)

@@ -129,7 +129,7 @@ params, losses = train(params)
 tokens, depths = texts_of(jax.random.key(2), 20, 24)
 right = np.mean(np.argmax(answers(params, tokens), axis=-1) == depths)
 assert right > 0.98
-print("it says the depth of texts that it has not seen")
+print("it predicts the depth of texts that it was not trained on")
 
 # %% [markdown]
 # ## Does a state contain the depth?
@@ -158,7 +158,7 @@ assert np.corrcoef(said, depths[0])[0, 1] > 0.7
 fig, ax = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
 at = np.arange(24)
 ax.bar(at, depths[0], color="#56b4e9", label="depth of the text")
-ax.plot(at, said, "o-", color="#d55e00", ms=4, label="read out of the state")
+ax.plot(at, said, "o-", color="#d55e00", ms=4, label="read from the state")
 ax.set(xticks=at, xticklabels=["()"[token] for token in tokens[0]], xlabel="token", ylabel="depth")
 fig.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9)
 ax.spines[["top", "right"]].set_visible(False)
@@ -259,14 +259,14 @@ assert [sum(row) - 2 for row in granted] == [0, 2, 4, 8]  # without 0 and 12
 colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#009e73"])
 ax.pcolormesh(np.array(granted), cmap=colours, edgecolors="white", linewidth=2)
 handles = [
-    plt.matplotlib.patches.Patch(color="#009e73", label="granted"),
+    plt.matplotlib.patches.Patch(color="#009e73", label="ok"),
     plt.matplotlib.patches.Patch(color="#dddddd", label="refused"),
 ]
 fig.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
 ax.set(
     xticks=np.arange(13) + 0.5, xticklabels=range(13), yticks=np.arange(4) + 0.5, yticklabels=labels
 )
-ax.set_xlabel("cut from this position on")
+ax.set_xlabel("first removed position")
 ax.invert_yaxis()
 ax.tick_params(length=0)
 ax.spines[:].set_visible(False)

@@ -138,14 +138,14 @@ resumes = {
 }
 lowest = 1 + int(np.flatnonzero(~resumes["windowed"])[-1])
 assert lowest <= length - 32 and resumes["full size"].all()
-print(f"of {length} tokens the last {length - lowest} can be taken back, at full size all")
+print(f"of {length} tokens the last {length - lowest} can be removed; at full size, all")
 
 fig, ax = plt.subplots(figsize=(6.4, 1.7), layout="constrained")
 colours = plt.matplotlib.colors.ListedColormap([GREY, BLUE])
 ax.imshow(np.array(list(resumes.values())), cmap=colours, aspect="auto", interpolation="nearest")
 ax.axhline(0.5, color="white", linewidth=4)
 ax.set(yticks=[0, 1], yticklabels=list(resumes), xlabel="position of the next token")
-ax.set_title("blue: the text can go on here", fontsize=10)
+ax.set_title("blue: the next token can be computed here", fontsize=10)
 plt.show()
 
 # %% [markdown]

@@ -276,12 +276,12 @@ for name, donated in (("kept", ()), ("donated", ("cache",))):
     programs[name] = program.lower(two_layers, large, text[:1]).compile()
     found = programs[name].memory_analysis()
     new[name] = found.output_size_in_bytes - found.alias_size_in_bytes
-    print(f"{name:8} {size:,} bytes go in, {new[name]:,} are new")
+    print(f"{name:8} {size:,} bytes of input, {new[name]:,} new bytes")
 assert new["kept"] > size > 50 * new["donated"]
 
 fig, ax = plt.subplots(figsize=(6.4, 1.9), layout="constrained")
 names, new = [f"the cache is {name}" for name in new], np.array(list(new.values())) / 2**20
-ax.barh(names, size / 2**20, color=BLUE, label="goes in")
+ax.barh(names, size / 2**20, color=BLUE, label="input")
 bars = ax.barh(names, new, left=size / 2**20, color=ORANGE, label="new")
 ax.bar_label(bars, [f"{size / 2**20 + n:.0f}" for n in new], padding=3)
 ax.invert_yaxis()
@@ -402,7 +402,7 @@ for (name, logprobs), colour, line in zip(
     smooth = np.convolve(logprobs, np.ones(16) / 16, "valid")
     ax.plot(np.arange(15, len(logprobs)), smooth, line, color=colour, label=name)
 ax.axvline(CELLS, color="#999999", linewidth=1)
-ax.set(xlabel="tokens that went in", ylabel="log-probability\n(mean of 16)")
+ax.set(xlabel="tokens computed", ylabel="log-probability\n(mean of 16)")
 ax.legend(frameon=False, fontsize=8, loc="upper left")
 ax.spines[["top", "right"]].set_visible(False)
 
