@@ -90,10 +90,9 @@ class ModelInputs:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CachedPrompt:
-    """A stored prompt: its inputs, and the id of its sequence."""
+class StoredPrompt:
+    """Base class of stored prompts."""
 
-    sequence: int
     inputs: ModelInputs
 
     @property
@@ -103,7 +102,14 @@ class CachedPrompt:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HostPrompt:
+class CachedPrompt(StoredPrompt):
+    """A stored prompt: its inputs, and the id of its sequence."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostPrompt(StoredPrompt):
     """A stored prompt in host memory.
 
     inputs: The inputs of the prompt.
@@ -111,14 +117,8 @@ class HostPrompt:
     cache: A cache with the prompt in sequence 0; its buffers are in host memory.
     """
 
-    inputs: ModelInputs
     miss_reasons: UInt8[np.ndarray, " n+1"]
     cache: Cache
-
-    @property
-    def tokens(self) -> Int32[np.ndarray, " n"]:
-        """The tokens from position 0 on."""
-        return self.inputs.tokens
 
     @property
     def num_bytes(self) -> int:
