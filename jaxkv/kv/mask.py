@@ -46,7 +46,7 @@ def visibility_of(
     all_streams = cells.streams == 1 or ubatch.row_is_sequence
     streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     is_query = ubatch.valid & (ubatch.slots < MAX_CELLS)
-    bit = jnp.where(is_query, jnp.uint32(1) << bit, 0)
+    bit = is_query.astype(jnp.uint32) << bit
     at, word, bit = (x.reshape(list_shape(step)) for x in (ubatch.positions, word, bit))
     # If a list has more tokens than sequences, several tokens of a prompt attend to the same tiles.
     has_few_tokens = at.shape[1] <= cells.sequences_per_stream

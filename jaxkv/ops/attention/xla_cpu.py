@@ -248,7 +248,7 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     rows = jnp.concatenate(terms, axis=2)
     logits = jnp.einsum("pkjcd,pkxd->pkjcx", k, rows, preferred_element_type=dtype)
     logits = jax.lax.optimization_barrier(logits).swapaxes(3, 4)
-    return reduce(jnp.add, jnp.split(logits, len(terms), axis=3))
+    return _sum_terms(logits, len(terms), axis=3)
 
 
 def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
@@ -277,6 +277,11 @@ def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
     return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 
 
+def _sum_terms(x: jax.Array, count: int, axis: int) -> jax.Array:
+    """Sum the products with each of the terms of `_terms_for`, which are joined along an axis."""
+    return x if count == 1 else reduce(jnp.add, jnp.split(x, count, axis))
+
+
 def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     # XLA would compile a product with ones in each layer, but it compiles equal sums once.
     total = jnp.sum(weights, axis=(2, 5))
@@ -285,5 +290,5 @@ def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, j
     rows = jnp.concatenate(terms, axis=3)
     out = jnp.einsum("pkjxc,pkjcd->pkjxd", rows, v, preferred_element_type=dtype)
     # The barrier prevents the compiler from merging the products of all parts.
-    out = reduce(jnp.add, jnp.split(jax.lax.optimization_barrier(out).sum(2), len(terms), axis=2))
+    out = _sum_terms(jax.lax.optimization_barrier(out).sum(2), len(terms), axis=2)
     return total.reshape(*out.shape[:2], -1), out
