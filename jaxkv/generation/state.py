@@ -119,7 +119,7 @@ def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
 
 
 def end_edited_sequences(table: CacheTable, state: DecodeState) -> DecodeState:
-    """End sequences whose last cached token differs from `state.last_token_hash` (reason EDITED)."""
+    """End sequences whose last cached token does not have `state.last_token_hash` (EDITED)."""
     _, same = table.compare_last_tokens(state.sequence, state.last_token_hash)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
