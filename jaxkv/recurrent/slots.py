@@ -92,7 +92,7 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     row = mix_linearly(
         ubatch.row_sequence,
         jnp.sum(token_contents, axis=1, dtype=jnp.uint32),
-        jnp.sum(mix_linearly(pair, slots.cells), axis=1, dtype=jnp.uint32),
+        jnp.sum(jnp.where(new, mix_linearly(pair, slots.cells), 0), axis=1, dtype=jnp.uint32),
     )
     event = jnp.zeros_like(states.version).at[ubatch.row_stream].add(jnp.where(new[:, -1], row, 0))
     count = jnp.zeros_like(states.version).at[ubatch.row_stream].add(new[:, -1])

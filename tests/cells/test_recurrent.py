@@ -54,6 +54,17 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):  # traps 63, 64, 65
             twin.compare()
 
 
+def test_version_does_not_depend_on_the_number_of_rows():
+    """Rows of traced tokens are padded to all sequences, and so are rows on a mesh."""
+    spec = jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)})
+    cache = jaxkv.make_cache(spec, sequences=4, max_rollback=1)
+    token, is_last = jnp.full((4, 1), 7, jnp.int32), jnp.arange(4)[:, None] == 3
+    plans = jaxkv.init_batch(cache, make_batch([7], sequences=3)), plan_rows(cache, token, is_last)
+    steps = [jaxkv.apply(cache, plan.ubatch) for plan in plans]
+    assert [step.valid.shape for step in steps] == [(1, 1), (4, 1)]
+    assert_identical(*(step.table for step in steps))
+
+
 def test_edits_of_hybrid_change_all_parts_or_none():
     twin = make_filled_twin(kept=1, counts=(6, 0), kinds="ar")
     cache, far = twin.cache, 2**31 - 1 - 3  # states after positions 4 and 5

@@ -155,7 +155,7 @@ def run_every_edit(name: str, cache: Any, params: Any) -> Iterator[tuple[str, An
         except jaxkv.PlanRefusedError as error:
             yield f"{step}, refused", cache, str(error)
             continue
-        cache, *rest = found if isinstance(found, tuple) else (found,)
+        cache, *rest = (found,) if isinstance(found, jaxkv.Cache) else found
         yield step, cache, (rest, answers(cache))
 
 
@@ -209,7 +209,7 @@ def compare_batches() -> None:
             except (RuntimeError, AssertionError) as error:
                 print(error, flush=True)
             else:
-                raise SystemExit("expected to be told that processes differ")
+                raise SystemExit("expected an error, since processes differ")
         sharding.assert_in_sync(cache, make_batch([1]))  # still works
 
 
