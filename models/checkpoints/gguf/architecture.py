@@ -53,10 +53,11 @@ class Architecture:
     layer: Hugging Face name of each tensor of a layer, after the name of the layer.
     outside: Hugging Face name of each tensor outside of layers.
     layers: beginning of the names of layers.
+    eps: key of the epsilon of norms.
     by_layer: keys whose value may be a list with one number for each layer. A single number becomes
       such a list.
-    predicts: whether the last layers (`nextn_predict_layers`) may predict further tokens. The names
-      of their tensors begin with "mtp.".
+    predicts: whether the last layers (`nextn_predict_layers`) may predict further tokens. The
+      Hugging Face names of their tensors begin with "mtp.".
     settings: returns settings to add or to replace, given metadata, the settings that are common to
       all architectures, and the shapes of tensors.
     convert: converts a tensor with a Hugging Face name and, after conversion of halves, returns it
@@ -68,6 +69,7 @@ class Architecture:
     layer: Mapping[str, str]
     outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)
     layers: str = "model.layers"
+    eps: str = "attention.layer_norm_rms_epsilon"
     by_layer: tuple[str, ...] = ()
     predicts: bool = False
     settings: Callable[[Metadata, Settings, Shapes], Settings] = lambda get, config, shapes: {}
@@ -89,10 +91,10 @@ class Architecture:
         plain = names.get(part)
         if plain is None and base in names and suffix in ("weight", "bias"):
             plain = f"{names[base]}.{suffix}"
-        if plain is None or plain.startswith("mtp."):
-            return plain
-        layer = f"mtp.layers.{number - count}" if predicts else f"{self.layers}.{number}"
-        return f"{layer}.{plain}"
+        if predicts:
+            plain = plain or part
+            return plain if plain.startswith("mtp.") else f"mtp.layers.{number - count}.{plain}"
+        return plain and f"{self.layers}.{number}.{plain}"
 
     def stored_name(self, count: int, plain: str) -> str:
         """Return the name in the file of a Hugging Face tensor, or of its first half."""

@@ -12,7 +12,6 @@ from models.kinds import several, whole
 _REQUIRED = {
     "hidden_size": ("embedding_length", INT),
     "max_position_embeddings": ("context_length", INT),
-    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", FLOAT),
 }
 """Keys that llama.cpp requires for every architecture, each with the kind of the value."""
 _OPTIONAL = {
@@ -74,6 +73,7 @@ def config_from_gguf(
     """
     config = {key: get.required(name, kind) for key, (name, kind) in _REQUIRED.items()}
     config |= {"model_type": arch.family, "num_hidden_layers": count_layers(arch, get)}
+    config["rms_norm_eps"] = get.required(arch.eps, FLOAT)
     for key, name in _OPTIONAL.items():
         config[key] = _by_layer(get, name, config) if name in arch.by_layer else get(name, INT)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]

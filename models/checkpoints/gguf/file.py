@@ -24,6 +24,8 @@ from models.checkpoints.gguf.architectures import (
     lfm2,
     llama,
     mamba2,
+    nemotron_h,
+    qwen3_5,
 )
 from models.checkpoints.gguf.config import config_from_gguf, count_layers
 from models.checkpoints.gguf.metadata import Metadata
@@ -34,7 +36,9 @@ from models.kinds import TEXT, TOKEN, whole
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: arch
-    for group in (llama, gemma3, mamba2, granite_hybrid, lfm2, falcon_h1, gpt_oss)
+    for group in (
+        *(llama, qwen3_5, gemma3, mamba2, nemotron_h, granite_hybrid, lfm2, falcon_h1, gpt_oss),
+    )
     for name, arch in group.ARCHITECTURES.items()
 }
 """Supported architectures by name."""

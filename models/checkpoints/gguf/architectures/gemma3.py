@@ -3,15 +3,10 @@
 from models.checkpoints.config import Config
 from models.checkpoints.gguf.architecture import Architecture, Settings, Shapes, less_one
 from models.checkpoints.gguf.architectures.llama import LAYER
-from models.checkpoints.gguf.metadata import FLOAT, INT, Metadata
+from models.checkpoints.gguf.metadata import FLAGS, FLOAT, INT, Metadata
 from models.checkpoints.ranges import LAYERS
 from models.checkpoints.tensor import Tensor
-from models.kinds import Kind, check, several, whole
-
-FLAG_OF_LAYER = Kind(
-    words="true or false, or 0 or 1",
-    accepts=lambda value: type(value) in (bool, int) and value in (0, 1),
-)
+from models.kinds import check, whole
 
 
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
@@ -20,7 +15,7 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     largest = layers == 62 and c["hidden_size"] and c["num_attention_heads"]
     pattern = get("attention.sliding_window_pattern", default=6)
     by_layer = isinstance(pattern, list)  # newer files have a flag for each layer
-    kind = several(FLAG_OF_LAYER, LAYERS) if by_layer else whole(1, LAYERS)
+    kind = FLAGS if by_layer else whole(1, LAYERS)
     check(pattern, kind, "gemma3.attention.sliding_window_pattern", get.source)
     if not by_layer:
         pattern = [(layer + 1) % pattern for layer in range(layers)]

@@ -30,7 +30,8 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     }
 
 
-def _convert(name: str, tensor: Tensor, config: Config) -> Tensor:
+def convert_hybrid(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """Convert a tensor of a Mamba-2 mixer, or of queries or keys; return others unchanged."""
     return part_pairs(name, convert_mixer(name, tensor, config), config)
 
 
@@ -55,6 +56,6 @@ ARCHITECTURES = {
         },
         by_layer=("attention.head_count_kv",),
         settings=_settings,
-        convert=_convert,
+        convert=convert_hybrid,
     )
 }

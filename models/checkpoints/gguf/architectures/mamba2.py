@@ -14,6 +14,10 @@ from models.checkpoints.gguf.architecture import OUTSIDE, Architecture, Settings
 from models.checkpoints.gguf.metadata import INT, Metadata
 from models.checkpoints.tensor import Tensor
 
+BACKBONE = OUTSIDE | {
+    "token_embd.weight": "backbone.embeddings.weight",
+    "output_norm.weight": "backbone.norm_f.weight",
+}
 MIXER = {
     "ssm_in": "in_proj",
     "ssm_conv1d": "conv1d",
@@ -39,16 +43,22 @@ def convert_mixer(name: str, tensor: Tensor, config: Config) -> Tensor:
     return tensor
 
 
-def mixer_settings(get: Metadata) -> Settings:
-    """Return the sizes of Mamba-2 mixers, with the keys of most configs."""
-    kernel, inner, numbers, heads, groups = (
+def state_sizes(get: Metadata) -> tuple[int, int, int | None, int, int]:
+    """Return the sizes of a kernel, heads, a head, a state and groups of recurrent layers."""
+    kernel, inner, state, heads, groups = (
         get.required(f"ssm.{name}", INT)
         for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
     )
+    return kernel, heads, inner // heads if heads else None, state, groups
+
+
+def mixer_settings(get: Metadata) -> Settings:
+    """Return the settings of Mamba-2 mixers, with the keys of hybrid models."""
+    kernel, heads, head_dim, state, groups = state_sizes(get)
     return {
         "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads if heads else None,
-        "mamba_d_state": numbers,
+        "mamba_d_head": head_dim,
+        "mamba_d_state": state,
         "mamba_n_groups": groups,
         "mamba_d_conv": kernel,
         "mamba_conv_bias": True,
@@ -59,19 +69,19 @@ def mixer_settings(get: Metadata) -> Settings:
 
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     get.ignore("rope.dimension_count")
-    sizes = mixer_settings(get)
+    kernel, heads, head_dim, state, groups = state_sizes(get)
     return {
         # The file has 0, since there is neither attention nor a feed-forward part.
         "intermediate_size": None,
         "num_attention_heads": None,
         "num_key_value_heads": None,
         "layer_norm_epsilon": config["rms_norm_eps"],
-        "num_heads": sizes["mamba_n_heads"],
-        "head_dim": sizes["mamba_d_head"],
-        "state_size": sizes["mamba_d_state"],
-        "n_groups": sizes["mamba_n_groups"],
-        "conv_kernel": sizes["mamba_d_conv"],
-        "time_step_limit": sizes["time_step_limit"],
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "state_size": state,
+        "n_groups": groups,
+        "conv_kernel": kernel,
+        "time_step_limit": (0.0, float("inf")),
         "use_bias": False,
         "use_conv_bias": True,
     }
@@ -81,11 +91,7 @@ ARCHITECTURES = {
     "mamba2": Architecture(
         family="mamba2",
         layer={"attn_norm": "norm"} | {name: f"mixer.{plain}" for name, plain in MIXER.items()},
-        outside=OUTSIDE
-        | {
-            "token_embd.weight": "backbone.embeddings.weight",
-            "output_norm.weight": "backbone.norm_f.weight",
-        },
+        outside=BACKBONE,
         layers="backbone.layers",
         settings=_settings,
         convert=convert_mixer,
