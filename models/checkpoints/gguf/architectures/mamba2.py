@@ -1,0 +1,93 @@
+"""GGUF files of Mamba-2.
+
+GGUF files contain negative decay rates, where Hugging Face has the logarithms of decay rates
+(`A_log`). Compared to Hugging Face's form, some vectors have a second dimension, and weights of
+convolutions have one dimension less.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from models.checkpoints.config import Config
+from models.checkpoints.gguf.architecture import OUTSIDE, Architecture, Settings, Shapes
+from models.checkpoints.gguf.metadata import INT, Metadata
+from models.checkpoints.tensor import Tensor
+
+MIXER = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+"""Names of tensors of a Mamba-2 mixer."""
+
+
+def convert_mixer(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """Convert a tensor of a Mamba-2 mixer or of a short convolution; return others unchanged."""
+    del config
+    if name.endswith(".A_log"):
+        flat = tensor.map(lambda x: x.reshape(-1))
+        return replace(flat, read=lambda: np.log(-flat.read().astype(np.float32)))
+    if name.endswith((".D", "mixer.norm.weight", "mamba.norm.weight")):
+        return tensor.map(lambda x: x.reshape(-1))
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        return tensor.map(lambda x: x[:, None])
+    return tensor
+
+
+def mixer_settings(get: Metadata) -> Settings:
+    """Return the sizes of Mamba-2 mixers, with the keys of most configs."""
+    kernel, inner, numbers, heads, groups = (
+        get.required(f"ssm.{name}", INT)
+        for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+    )
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads if heads else None,
+        "mamba_d_state": numbers,
+        "mamba_n_groups": groups,
+        "mamba_d_conv": kernel,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "time_step_limit": (0.0, float("inf")),
+    }
+
+
+def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
+    get.ignore("rope.dimension_count")
+    sizes = mixer_settings(get)
+    return {
+        # The file has 0, since there is neither attention nor a feed-forward part.
+        "intermediate_size": None,
+        "num_attention_heads": None,
+        "num_key_value_heads": None,
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "num_heads": sizes["mamba_n_heads"],
+        "head_dim": sizes["mamba_d_head"],
+        "state_size": sizes["mamba_d_state"],
+        "n_groups": sizes["mamba_n_groups"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "time_step_limit": sizes["time_step_limit"],
+        "use_bias": False,
+        "use_conv_bias": True,
+    }
+
+
+ARCHITECTURES = {
+    "mamba2": Architecture(
+        family="mamba2",
+        layer={"attn_norm": "norm"} | {name: f"mixer.{plain}" for name, plain in MIXER.items()},
+        outside=OUTSIDE
+        | {
+            "token_embd.weight": "backbone.embeddings.weight",
+            "output_norm.weight": "backbone.norm_f.weight",
+        },
+        layers="backbone.layers",
+        settings=_settings,
+        convert=convert_mixer,
+    )
+}
