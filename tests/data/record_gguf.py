@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NAMES = ["qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent"]
-NAMES += ["gemma4", "gemma4_experts", "llama4", "deepseek_v2", "deepseek_v2_groups"]
+NAMES += ["gemma3n", "gemma4", "gemma4_experts", "llama4", "deepseek_v2", "deepseek_v2_groups"]
 NAMES += ["deepseek_v3", "deepseek_v32", "olmo2"]
 
 ADDED = {
