@@ -36,11 +36,14 @@ _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words(digits: str) -> list:
-    """Return the pre-tokenizers of Qwen 2, Llama 3 and others; `digits` is a regex for digits."""
-    letters = rf"{_BEFORE}\p{{L}}+"
-    signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-    return _split(_EITHER_CASE, letters, digits, signs, _SPACES)
+def _words(digits: str, letters: str = r"\p{L}") -> list:
+    """Return the pre-tokenizers of Qwen 2, Llama 3 and others.
+
+    The argument `digits` is a regex for digits, and `letters` has the classes of letters.
+    """
+    words = f"{_BEFORE}[{letters}]+"
+    signs = rf" ?[^\s{letters}\p{{N}}]+[\r\n]*"
+    return _split(_EITHER_CASE, words, digits, signs, _SPACES)
 
 
 def _o200k() -> list:
@@ -51,6 +54,15 @@ def _o200k() -> list:
     )
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
     return _split(*words, r"\p{N}{1,3}", signs, _SPACES)
+
+
+def _deepseek_v3() -> list:
+    """Return the pre-tokenizers of DeepSeek V3: digits and signs of Chinese and Japanese first."""
+    terms = r"[!-/:-@\[-`{-~][A-Za-z]+"
+    words = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    signs = r" ?[\p{P}\p{S}]+[\r\n]*"
+    splits = [_split(one)[0] for one in (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")]
+    return [*splits, *_split(terms, words, signs, _SPACES)]
 
 
 def _split(*patterns: str) -> list:
@@ -65,7 +77,7 @@ def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
-_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1")
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1", "pixtral")
 _PRE_TOKENIZERS: dict[str, Callable[[], list]] = {
     # Converters write "default" for unknown vocabularies.
     **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
@@ -74,7 +86,9 @@ _PRE_TOKENIZERS: dict[str, Callable[[], list]] = {
         lambda: [pre_tokenizers.Digits(individual_digits=True), _letters(True)],
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _words(r"\p{N}")),
-    "gpt-4o": _o200k,
+    "deepseek-v3": _deepseek_v3,
+    "qwen35": lambda: _words(r"\p{N}", r"\p{L}\p{M}"),
+    **dict.fromkeys(("gpt-4o", "llama4"), _o200k),
     **dict.fromkeys((*_LLAMA_3, "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")),
 }
 
