@@ -14,14 +14,18 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NAMES = ["qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent"]
+NAMES += ["nemotron_h_dense"]
 NAMES += ["gemma3n", "gemma4", "gemma4_experts", "llama4", "deepseek_v2", "deepseek_v2_groups"]
 NAMES += ["deepseek_v3", "deepseek_v32", "olmo2"]
 
 ADDED = {
     **dict.fromkeys(("nemotron_h", "nemotron_h_latent"), {"mamba_d_head": 8}),
+    "nemotron_h_dense": {"mamba_d_head": 8, "hybrid_override_pattern": "M-*-"},
     **dict.fromkeys(("deepseek_v3", "deepseek_v32"), {"scoring_func": "sigmoid"}),
 }
 """Config keys that the converter needs, and the classes of transformers do not have."""
+DENSE = ("nemotron_h_dense",)
+"""Models without experts, although the class of their config has a default number of experts."""
 
 
 def convert(name: str) -> None:
@@ -49,9 +53,13 @@ def convert(name: str) -> None:
                 self._set_vocab_none()
                 self.gguf_writer.add_vocab_size(size)
 
-        path = HERE / "gguf" / f"{name}.gguf"
+        path, options = HERE / "gguf" / f"{name}.gguf", {"model_name": name}
+        if name in DENSE:
+            del config["num_experts_per_tok"]
+            options["hparams"] = config
         with torch.inference_mode():
-            WithoutTokenizer(here, gguf.LlamaFileType.ALL_F32, path, model_name=name).write()
+            model = WithoutTokenizer(here, gguf.LlamaFileType.ALL_F32, path, **options)
+            model.write()
 
 
 if __name__ == "__main__":
