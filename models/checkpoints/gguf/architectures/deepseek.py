@@ -1,8 +1,8 @@
 """GGUF files of DeepSeek V2 and V3, and of V3.2.
 
-A head's matrices for keys and for values are two tensors; the matrix for keys is transposed. The
-sizes of keys and values in the metadata are those of latents. Models whose router computes sigmoids
-are of V3. Files lack one of the two factors of YaRN (`mscale`), which cancels the other one.
+A head's matrices for keys and for values are two tensors; the matrix for keys is transposed. Models
+whose router computes sigmoids are of V3. Files have one of the two factors of YaRN (`mscale` and
+`mscale_all_dim`), and llama.cpp assumes that they are equal.
 """
 
 from models.checkpoints.config import Config
@@ -13,6 +13,8 @@ from models.checkpoints.tensor import Tensor, join
 from models.kinds import FLAG, number
 
 _SOFTMAX, _SIGMOID = 1, 2
+_FACTOR = number(0, 1e9, above=True)
+"""A tenth of a factor of YaRN."""
 _LAYER = {
     **LAYER,
     **EXPERTS,
@@ -40,10 +42,7 @@ _INDEXER = {
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     heads, rotated = config["num_attention_heads"], get.required("rope.dimension_count", INT)
     rank = get.required("attention.kv_lora_rank", INT)
-    sizes = {"attention.key_length": rank + rotated, "attention.value_length": rank}
-    for name, size in sizes.items():
-        if get(name, INT) != size:
-            raise get.unsupported(name, f"{size}, a size of latents")
+    get.ignore("attention.key_length attention.value_length")  # sizes of latents
     return {
         "model_type": "deepseek_v3" if _has_sigmoids(get) else "deepseek_v2",
         "first_k_dense_replace": get("leading_dense_block_count", INT, 0),
@@ -89,10 +88,9 @@ def _group_settings(get: Metadata) -> Settings:
 
 def _rope(get: Metadata, rope: Settings) -> Settings:
     """Return the parameters of a rotary embedding with the two factors of YaRN."""
-    if rope["rope_type"] != "yarn":
-        return rope
-    factor = get.required("rope.scaling.yarn_log_multiplier", number(0, 1e30, above=True))
-    return rope | dict.fromkeys(("mscale", "mscale_all_dim"), 10 * factor)  # 0.1 in formulas
+    scales = rope["rope_type"] == "yarn"
+    factor = (get.required if scales else get)("rope.scaling.yarn_log_multiplier", _FACTOR)
+    return rope | dict.fromkeys(("mscale", "mscale_all_dim"), factor and 10 * factor)
 
 
 def _indexed_settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
