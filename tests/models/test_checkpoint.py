@@ -239,12 +239,20 @@ FORMS = {
 }
 
 
-for name in ("qwen3_moe", "qwen3_next", "qwen3_5", "nemotron_h_latent"):
+RECORDED = ["qwen3_moe", "qwen3_next", "qwen3_5", "nemotron_h_latent", "gemma3n", "gemma4_experts"]
+RECORDED += ["llama4", "deepseek_v3", "deepseek_v32"]
+for name in RECORDED:
     arch, fields, _ = tiny_files.parts_of_gguf(DATA / "gguf" / f"{name}.gguf")
     FORMS[arch] = FORM | {key.removeprefix(f"{arch}."): value for key, value in fields.items()}
-    del FORMS[arch]["attention.value_length"]  # must be that of keys
+    sizes = ["attention.value_length", "attention.value_length_swa", "rope.dimension_count_swa"]
+    for key in sizes + ["rope.dimension_count"] * (arch in ("gemma4", "llama4")):
+        FORMS[arch].pop(key, None)  # must be that of keys
 UNUSED = dict.fromkeys(("qwen3next", "qwen35"), {"full_attention_interval"})
 UNUSED["nemotron_h_moe"] = {"rope.dimension_count", "expert_shared_count", "feed_forward_length"}
+UNUSED |= dict.fromkeys(
+    ("deepseek2", "deepseek32"),
+    {"attention.key_length", "attention.value_length", "attention.head_count_kv"},
+)
 """Additional keys without a meaning; in these files, a list replaces the interval."""
 
 

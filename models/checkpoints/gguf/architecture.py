@@ -103,7 +103,7 @@ class Architecture:
         parts = [f"blk.{number}.{part}" for part in (*self.layer, *_HEAD)]
         names = [f"{part}{suffix}" for part in parts for suffix in ("", ".weight", ".bias")]
         found = {self.hugging_face_name(name, count): name for name in (*self.outside, *names)}
-        return found.get(plain, found.get(f"{plain}.first", plain))
+        return found.get(f"{plain}.first", found.get(plain, plain))
 
 
 def even_rows_first(tensor: Tensor, heads: int) -> Tensor:

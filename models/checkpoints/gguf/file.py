@@ -17,14 +17,19 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.config import Config
 from models.checkpoints.gguf.architecture import Architecture
 from models.checkpoints.gguf.architectures import (
+    deepseek,
     falcon_h1,
     gemma3,
+    gemma3n,
+    gemma4,
     gpt_oss,
     granite_hybrid,
     lfm2,
     llama,
+    llama4,
     mamba2,
     nemotron_h,
+    olmo2,
     qwen3_5,
 )
 from models.checkpoints.gguf.config import config_from_gguf, count_layers
@@ -38,6 +43,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     name: arch
     for group in (
         *(llama, qwen3_5, gemma3, mamba2, nemotron_h, granite_hybrid, lfm2, falcon_h1, gpt_oss),
+        *(olmo2, gemma3n, gemma4, llama4, deepseek),
     )
     for name, arch in group.ARCHITECTURES.items()
 }
@@ -63,7 +69,7 @@ def open_gguf(path: Path) -> Checkpoint:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
-        factors = check_numbers(np.asarray(factors.data), factors.name, source).tolist()
+        factors = check_numbers(np.ravel(factors.data), factors.name, source).tolist()
     metadata = Metadata(reader, source, f"{name}.")
     layers = count_layers(arch, metadata)
     # The suffix distinguishes an unknown name from the name of a Hugging Face tensor.
@@ -83,7 +89,7 @@ def open_gguf(path: Path) -> Checkpoint:
     ends = (vocabulary(key, TOKEN) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
     return Checkpoint(
         source=source,
-        architecture=arch.family,
+        architecture=config["model_type"],
         config=config,
         tensors=convert_tensors(tensors, arch, config, source),
         end_tokens=frozenset(end for end in ends if end is not None),

@@ -12,7 +12,9 @@ def _join(name: str, gate: Tensor, up: Tensor, config: Config) -> Tensor:
     return pairs.map(lambda x: x.reshape(len(x), -1, *x.shape[3:]))
 
 
-def _convert(name: str, tensor: Tensor, config: Config) -> Tensor:
+def transpose_experts(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """Transpose a tensor if it contains matrices of experts; return other tensors unchanged."""
+    del config
     if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return tensor.map(lambda x: x.swapaxes(1, 2))
     return tensor
@@ -55,7 +57,7 @@ ARCHITECTURES = {
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
         settings=_settings,
-        convert=_convert,
+        convert=transpose_experts,
         join=_join,
     )
 }
