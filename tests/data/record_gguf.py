@@ -25,7 +25,7 @@ ADDED = {
 }
 """Config keys that the converter needs, and the classes of transformers do not have."""
 DENSE = ("nemotron_h_dense",)
-"""Models without experts, although the class of their config has a default number of experts."""
+"""Models without experts, although the class of their config has defaults for experts."""
 
 
 def convert(name: str) -> None:
@@ -55,7 +55,8 @@ def convert(name: str) -> None:
 
         path, options = HERE / "gguf" / f"{name}.gguf", {"model_name": name}
         if name in DENSE:
-            del config["num_experts_per_tok"]
+            for key in ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group"):
+                del config[key]
             options["hparams"] = config
         with torch.inference_mode():
             model = WithoutTokenizer(here, gguf.LlamaFileType.ALL_F32, path, **options)
