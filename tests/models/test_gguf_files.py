@@ -10,7 +10,7 @@ import pytest
 
 import models
 from tests.helpers.parametrize import mark_cases
-from tests.models.tiny_files import DATA
+from tests.models.tiny_files import DATA, parts_of_gguf, write_tensors
 
 NAMES = ["qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent"]
 NAMES += ["nemotron_h_dense", "olmo2", "gemma3n", "gemma4", "gemma4_experts", "llama4"]
@@ -83,3 +83,70 @@ def test_load_recorded_gguf_equals_folder(name, tmp_path):
 def test_mtp_head_of_gguf_equals_that_of_folder(name):
     places = DATA / "gguf" / f"{name}.gguf", DATA / name
     assert_equal(*(models.mtp_head(models.load(place)) for place in places))
+
+
+def fuse_experts(tensors):
+    """Join the gate and up matrices of experts, as an option of the converter does."""
+    for name in [one for one in tensors if "ffn_gate_exps" in one]:
+        halves = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        tensors[name.replace("gate", "gate_up")] = np.concatenate(halves, axis=1)
+
+
+def keep_qkvz(tensors):
+    """Store the matrices of delta rules as older converters do."""
+    folder = models.load(DATA / "qwen3_next").checkpoint
+    for layer in (0, 2):
+        del tensors[f"blk.{layer}.attn_qkv.weight"], tensors[f"blk.{layer}.attn_gate.weight"]
+        plain = f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"
+        tensors[f"blk.{layer}.ssm_in.weight"] = folder.tensors[plain].read()
+
+
+def add_head(tensors):
+    """Add some tensors of a layer that predicts further tokens."""
+    for name in ("nextn.eh_proj", "attn_q", "post_attention_norm", "ffn_up_exps"):
+        tensors[f"blk.6.{name}.weight"] = np.ones(4, np.float32)
+
+
+LONGER = {"block_count": 7, "nextn_predict_layers": 1}
+LONGER |= {
+    "feed_forward_length": [0, 12] * 3 + [12],
+    "attention.head_count_kv": [0, 0, 2] * 2 + [2],
+}
+FORMS = [
+    ("qwen3_next", fuse_experts, {}),
+    ("qwen3_next", keep_qkvz, {}),
+    ("nemotron_h", add_head, LONGER),
+    ("qwen3_5", None, {"attention.recurrent_layers": None, "full_attention_interval": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "fields"), FORMS)
+def test_load_of_another_form_of_file_gives_the_same_model(tmp_path, name, change, fields):
+    path = DATA / "gguf" / f"{name}.gguf"
+    arch, metadata, tensors = parts_of_gguf(path)
+    metadata = metadata | {f"{arch}.{key}": value for key, value in fields.items()}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    tensors = {one: values for one, values, _ in tensors}
+    if change:
+        change(tensors)
+    found = [(one, np.ascontiguousarray(values), None) for one, values in tensors.items()]
+    file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, found))
+    assert_equal(file, models.load(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("qwen3_5", {"rope.dimension_sections": [2, 1, 1]}, "4 numbers with 0 as the last"),
+        ("qwen3_5", {"rope.dimension_sections": [2, 1, 1, 1]}, "4 numbers with 0 as the last"),
+        ("qwen3_5", {"ssm.time_step_rank": 3}, "a multiple of linear_num_key_heads"),
+        ("qwen3_next", {"attention.recurrent_layers": [1, 0]}, "one for each of 3 layers"),
+        ("qwen3_moe", {"nextn_predict_layers": 1}, "nextn_predict_layers 0, got 1"),
+        ("nemotron_h", {"expert_feed_forward_length": [12] * 6}, "a whole number"),
+    ],
+)
+def test_unsupported_metadata_raises(tmp_path, name, fields, message):
+    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / f"{name}.gguf")
+    metadata = metadata | {f"{arch}.{key}": value for key, value in fields.items()}
+    with pytest.raises(models.ModelError, match=message):
+        models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))

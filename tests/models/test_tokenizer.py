@@ -115,7 +115,9 @@ def train_byte_level(cut):
     inner.pre_tokenizer, inner.decoder = cut, decoders.ByteLevel()
     options = dict(vocab_size=1000, special_tokens=["<|begin|>", "<|im_end|>"], show_progress=False)
     letters = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator([TEXT, *HARD], trainers.BpeTrainer(initial_alphabet=letters, **options))
+    inner.train_from_iterator(
+        [TEXT, *HARD], trainers.BpeTrainer(initial_alphabet=letters, **options)
+    )
     before = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     inner.post_processor = processors.TemplateProcessing(**before)
     return inner
