@@ -13,7 +13,7 @@ from models.checkpoints.gguf.architecture import OUTSIDE, Architecture, Settings
 from models.checkpoints.gguf.architectures.gemma3 import GEMMA, window_settings
 from models.checkpoints.gguf.metadata import FLOAT, INT, Metadata
 from models.checkpoints.ranges import LAYERS
-from models.kinds import Kind, several
+from models.kinds import Kind, refusal, several
 
 INPUTS = {
     "inp_gate": "per_layer_input_gate",
@@ -47,7 +47,9 @@ def input_settings(shapes: Shapes, size: int) -> Settings:
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     layers = config["num_hidden_layers"]
     limits = [1.6448533535003662] * 10 + [-math.inf] * layers  # defaults of llama.cpp
-    limits = get("activation_sparsity_scale", _LIMITS, limits[:layers])
+    limits, name = limits[:layers], "activation_sparsity_scale"
+    if len(limits := get(name, _LIMITS, limits)) != layers:
+        raise refusal(limits, f"{layers} numbers", get.prefix + name, get.source)
     rank = shapes.get("model.layers.0.laurel.linear_left.weight")
     return {
         **window_settings(get, config, 5),
