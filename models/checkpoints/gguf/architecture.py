@@ -32,7 +32,7 @@ _HEAD = {
     "nextn.embed_tokens": "mtp.embed_tokens",
     "nextn.shared_head_head": "mtp.lm_head",
 }
-"""Names of tensors of a layer that predicts further tokens (MTP), in addition to `layer`."""
+"""Names of tensors of the first layer that predicts further tokens (MTP), besides `layer`."""
 
 
 def stack(name: str, first: Tensor, second: Tensor, config: Config) -> Tensor:
@@ -81,12 +81,12 @@ class Architecture:
 
         The argument `count` is the number of layers that do not predict further tokens.
         """
-        found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        found = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)", name)
         if found is None:
             return self.outside.get(name)
         number, part = int(found[1]), found[2]
         predicts = self.predicts and number >= count
-        names = {**self.layer, **_HEAD} if predicts else self.layer
+        names = {**self.layer, **_HEAD} if predicts and number == count else self.layer
         base, _, suffix = part.rpartition(".")
         plain = names.get(part)
         if plain is None and base in names and suffix in ("weight", "bias"):

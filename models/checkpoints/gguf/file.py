@@ -72,11 +72,12 @@ def open_gguf(path: Path) -> Checkpoint:
         factors = check_numbers(np.ravel(factors.data), factors.name, source).tolist()
     metadata = Metadata(reader, source, f"{name}.")
     layers = count_layers(arch, metadata)
-    # The suffix distinguishes an unknown name from the name of a Hugging Face tensor.
-    tensors = {
-        arch.hugging_face_name(name, layers) or f"{name}.unknown": _tensor(tensor, source)
-        for name, tensor in stored.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        plain = arch.hugging_face_name(name, layers)
+        if plain is None or plain in tensors:  # the suffix makes it another name
+            plain = f"{name}.unknown"
+        tensors[plain] = _tensor(tensor, source)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     config = Config(config_from_gguf(arch, metadata, shapes, factors), source)
     vocabulary = Metadata(reader, source, "tokenizer.ggml.")
