@@ -109,6 +109,14 @@ def keep_qkvz(tensors):
         tensors[f"blk.{layer}.ssm_in.weight"] = folder.tensors[plain].read()
 
 
+def join_kv_b(tensors):
+    """Store the matrices for keys and values in one tensor, as older converters do."""
+    for i in range(3):
+        keys, values = (tensors.pop(f"blk.{i}.attn_{letter}_b.weight") for letter in "kv")
+        both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        tensors[f"blk.{i}.attn_kv_b.weight"] = both.reshape(-1, both.shape[2])
+
+
 def add_head(tensors):
     """Add some tensors of a layer that predicts further tokens."""
     last = max(int(name.split(".")[1]) for name in tensors if name.startswith("blk."))
@@ -121,12 +129,15 @@ LONGER |= {
     "feed_forward_length": [0, 12] * 3 + [12],
     "attention.head_count_kv": [0, 0, 2] * 2 + [2],
 }
+OLDER = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"))
+OLDER |= {"attention.key_length": 10, "attention.value_length": 5, "attention.head_count_kv": 4}
 FORMS = [
     ("qwen3_next", fuse_experts, {}),
     ("qwen3_next", keep_qkvz, {}),
     ("nemotron_h", add_head, LONGER),
     ("gemma4_experts", split_experts, {}),
     ("deepseek_v3", fuse_experts, {}),
+    ("deepseek_v3", join_kv_b, OLDER),
     ("deepseek_v32", add_head, {"block_count": 4, "nextn_predict_layers": 1}),
     ("qwen3_5", None, {"attention.recurrent_layers": None, "full_attention_interval": 2}),
 ]
