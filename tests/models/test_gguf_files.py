@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,13 @@ def fuse_experts(tensors):
         tensors[name.replace("gate", "gate_up")] = np.concatenate(halves, axis=1)
 
 
+def split_experts(tensors):
+    """Store the gate and up matrices of experts in two tensors."""
+    for name in [one for one in tensors if "ffn_gate_up_exps" in one]:
+        gate, up = np.split(tensors.pop(name), 2, axis=1)
+        tensors |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+
+
 def keep_qkvz(tensors):
     """Store the matrices of delta rules as older converters do."""
     folder = models.load(DATA / "qwen3_next").checkpoint
@@ -101,10 +109,19 @@ def keep_qkvz(tensors):
         tensors[f"blk.{layer}.ssm_in.weight"] = folder.tensors[plain].read()
 
 
+def join_kv_b(tensors):
+    """Store the matrices for keys and values in one tensor, as older converters do."""
+    for i in range(3):
+        keys, values = (tensors.pop(f"blk.{i}.attn_{letter}_b.weight") for letter in "kv")
+        both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        tensors[f"blk.{i}.attn_kv_b.weight"] = both.reshape(-1, both.shape[2])
+
+
 def add_head(tensors):
     """Add some tensors of a layer that predicts further tokens."""
+    last = max(int(name.split(".")[1]) for name in tensors if name.startswith("blk."))
     for name in ("nextn.eh_proj", "attn_q", "post_attention_norm", "ffn_up_exps"):
-        tensors[f"blk.6.{name}.weight"] = np.ones(4, np.float32)
+        tensors[f"blk.{last + 1}.{name}.weight"] = np.ones(4, np.float32)
 
 
 LONGER = {"block_count": 7, "nextn_predict_layers": 1}
@@ -112,10 +129,16 @@ LONGER |= {
     "feed_forward_length": [0, 12] * 3 + [12],
     "attention.head_count_kv": [0, 0, 2] * 2 + [2],
 }
+OLDER = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"))
+OLDER |= {"attention.key_length": 10, "attention.value_length": 5, "attention.head_count_kv": 4}
 FORMS = [
     ("qwen3_next", fuse_experts, {}),
     ("qwen3_next", keep_qkvz, {}),
     ("nemotron_h", add_head, LONGER),
+    ("gemma4_experts", split_experts, {}),
+    ("deepseek_v3", fuse_experts, {}),
+    ("deepseek_v3", join_kv_b, OLDER),
+    ("deepseek_v32", add_head, {"block_count": 4, "nextn_predict_layers": 1}),
     ("qwen3_5", None, {"attention.recurrent_layers": None, "full_attention_interval": 2}),
 ]
 
@@ -143,6 +166,21 @@ def test_load_of_another_form_of_file_gives_the_same_model(tmp_path, name, chang
         ("qwen3_next", {"attention.recurrent_layers": [1, 0]}, "one for each of 3 layers"),
         ("qwen3_moe", {"nextn_predict_layers": 1}, "nextn_predict_layers 0, got 1"),
         ("nemotron_h", {"expert_feed_forward_length": [12] * 6}, "a whole number"),
+        ("olmo2", {"attention.sliding_window": 8}, "attention.sliding_window left out"),
+        ("llama4", {"attention.sliding_window": 0}, "attention.sliding_window left out"),
+        ("gemma3n", {"activation_sparsity_scale": [math.nan] * 5}, "standard deviations"),
+        ("gemma3n", {"activation_sparsity_scale": [0.5]}, "5 numbers"),
+        ("gemma3n", {"feed_forward_length": [20, 20]}, "each of 5 layers"),
+        ("gemma4", {"feed_forward_length": [24, 48, 24, 48, 48]}, "doubled in layers that share"),
+        ("gemma4", {"feed_forward_length": [24, 24]}, "each of 5 layers"),
+        ("gemma4", {"attention.head_count_kv": [2, 2]}, "each of 5 layers"),
+        ("gemma4", {"attention.value_length_swa": 4}, "8, the size of a key"),
+        ("gemma4", {"attention.sliding_window_pattern": [1, 0]}, "one for each of 5 layers"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "false with a softmax"),
+        ("deepseek_v3", {"expert_gating_func": 4}, "1 or 2, got 4"),
+        ("deepseek_v3", {"rope.scaling.yarn_log_multiplier": 0.0}, "a number above 0"),
+        ("deepseek_v3", {"rope.dimension_count": 12}, "for qk_nope_head_dim, got -2"),
+        ("deepseek_v32", {"expert_gating_func": 1, "expert_weights_norm": False}, "func 2, got 1"),
     ],
 )
 def test_unsupported_metadata_raises(tmp_path, name, fields, message):

@@ -228,6 +228,27 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
 
 
+def test_gemma4_gguf_matches_library(tmp_path):
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")  # of training
+    options = dict(vocab_size=600, special_tokens=special, show_progress=False)
+    inner.train_from_iterator([TEXT] * 2, trainers.BpeTrainer(limit_alphabet=60, **options))
+    model = json.loads(inner.to_str())["model"]
+    vocabulary = sorted(model["vocab"], key=model["vocab"].get)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([])
+    fields = {"model": "gemma4", "tokens": vocabulary, "bos_token_id": 2, "eos_token_id": 1}
+    fields["token_type"] = [3, 3, 3, 2] + [6] * 256 + [1] * (len(vocabulary) - 260)
+    fields["merges"] = [" ".join(merge) for merge in model["merges"]]
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
+    for text in [*HARD, *CUTS, TEXT]:
+        ids = inner.encode(text).ids
+        assert file.encode(text) == ids and file.prompt(text) == [2, *ids]
+        assert file.decode(ids) == text
+    assert file.encode("a<eos>", special=True)[-1] == file.eos == 1
+
+
 PIECES = {
     "model": "llama",
     "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", *(f"<0x{i:02X}>" for i in range(256))],
@@ -352,6 +373,7 @@ def test_tokenizer_refused_files_raise(tmp_path):
         (file(model="bert", tokens=["a"]), "tokenizer of kind .*, got 'bert'"),
         (file(model="gpt2", pre="odd", tokens=["a"]), r"qwen2.*, got 'odd'"),
         (file(), r"None\.gguf has no tokenizer"),
+        (file(model="none"), r"none\.gguf has no tokenizer"),
         (write_folder(tmp_path / "bare"), r"no tokenizer\.json"),
         (broken[0], r"/cut/tokenizer\.json is not JSON"),
         (broken[1], r"/odd/tokenizer\.json or tokenizer_config\.json cannot be read"),

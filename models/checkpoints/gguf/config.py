@@ -6,7 +6,7 @@ from typing import Any
 from models.checkpoints.gguf.architecture import Architecture, Settings, Shapes
 from models.checkpoints.gguf.metadata import FLOAT, INT, Metadata
 from models.checkpoints.ranges import LAYERS
-from models.kinds import several, whole
+from models.kinds import refusal, several, whole
 
 # Config key of Hugging Face -> key of the file, after the architecture's name.
 _REQUIRED = {
@@ -102,7 +102,10 @@ def _by_layer(get: Metadata, name: str, config: Mapping[str, Any]) -> list[int]:
     value, layers = get(name, default=0), config["num_hidden_layers"]
     if not isinstance(value, list):
         return [get(name, _COUNT, 0)] * layers
-    return get(name, several(_COUNT, LAYERS))[:layers]
+    if len(get(name, several(_COUNT, LAYERS))) < layers:
+        expected = f"a number for each of {layers} layers"
+        raise refusal(value, expected, get.prefix + name, get.source)
+    return value[:layers]
 
 
 def _scaling(get: Metadata, factors: list | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from models.checkpoints.gguf.metadata import Metadata
@@ -101,16 +101,16 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     get.ignore(_KEYS)
     get.check_all_read({"add_eos_token": (False,), "add_sep_token": (False,)})
     kind = get("model")
-    if kind is get("tokens") is None:
+    if kind == "none" or kind is get("tokens") is None:
         raise NoTokenizerError(f"{get.source} has no tokenizer; give another model.")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise ModelError(
-            f"{get.source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "
-            f"(SentencePiece), got {kind!r}; give another model."
+            f"{get.source}: expected a tokenizer of kind 'gpt2' (byte-level), 'llama' "
+            f"(SentencePiece) or 'gemma4', got {kind!r}; give another model."
         )
     tokens, pre = get.required("tokens", _TEXTS), get("pre", default="default")
     bos = _special_id(get, "bos", kind)
-    adds_bos = get("add_bos_token", FLAG, kind == "llama" or pre in _LLAMA_3)
+    adds_bos = get("add_bos_token", FLAG, kind == "llama" or pre in _LLAMA_3) or kind == "gemma4"
     fields = {
         "eos": _special_id(get, "eos", kind),
         "prefix": (bos,) if bos is not None and adds_bos else (),
@@ -119,13 +119,13 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
         else partial(render, template, **_token_variables(get, tokens, kind)),
     }
     types = _for_each_token(get, "token_type", whole(1, 6), _NORMAL, len(tokens))
-    if kind == "gpt2":
-        inner = _byte_level(get, tokens, types, pre)
-        # The library has one id for each text, but a text may be repeated.
-        to_bytes = _bytes_of(tokens, types, from_letters)
-        plain = from_tokenizers(inner, source=get.source, **fields)
-        return replace(plain, to_bytes=to_bytes, size=len(tokens))
-    return _pieces(get, tokens, types, **fields)
+    if kind == "llama":
+        return _pieces(get, tokens, types, **fields)
+    inner = _bpe(get, tokens, types, pre if kind == "gpt2" else None)
+    # The library has one id for each text, but a text may be repeated.
+    to_bytes = _bytes_of(tokens, types, from_letters if kind == "gpt2" else from_pieces)
+    plain = from_tokenizers(inner, source=get.source, **fields)
+    return replace(plain, to_bytes=to_bytes, size=len(tokens))
 
 
 def _special_id(get: Metadata, name: str, kind: str) -> int | None:
@@ -153,8 +153,13 @@ def _for_each_token(get: Metadata, name: str, kind: Kind, default: Any, count: i
     return values
 
 
-def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
-    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
+def _bpe(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
+    """Build a tokenizer that merges pairs of tokens.
+
+    The argument `pre` is the name of a pre-tokenizer of bytes. If it is None, characters are
+    merged, across words, and a character that is no token is divided into bytes.
+    """
+    if pre is not None and (not isinstance(pre, str) or pre not in _PRE_TOKENIZERS):
         raise ModelError(
             f"{get.source}: expected a pre-tokenizer of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}; "
             "give another model."
@@ -162,15 +167,20 @@ def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) ->
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = get("merges") and get("merges", _TEXTS)  # an empty list is allowed
     pairs = [tuple(merge.split(" ", 1)) for merge in merges or ()]
+    options = {"ignore_merges": pre in _LLAMA_3, "byte_fallback": pre is None}
     try:
-        inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
+        inner = Inner(models.BPE(vocabulary, pairs, **options))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair
         raise ModelError(
             f"{get.source} has merges that do not match its tokens ({first_line(error)}); download "
             "it again."
         ) from error
-    inner.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
-    inner.decoder = decoders.ByteLevel()
+    if pre is None:
+        inner.normalizer = normalizers.Replace(" ", "▁")
+        inner.decoder = decoders.Replace("▁", " ")
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+        inner.decoder = decoders.ByteLevel()
     rows = list(zip(tokens, types, strict=True))
     inner.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token, t in rows if t == _CONTROL]

@@ -2,7 +2,8 @@
 
 A head's matrices for keys and for values are two tensors; the matrix for keys is transposed. Models
 whose router computes sigmoids are of V3. Files have one of the two factors of YaRN (`mscale` and
-`mscale_all_dim`), and llama.cpp assumes that they are equal.
+`mscale_all_dim`), and llama.cpp assumes that they are equal. Groups of experts of V2 are ranked by
+their best expert, as in Hugging Face's form; llama.cpp ranks them by their two best.
 """
 
 from models.checkpoints.config import Config
@@ -23,6 +24,7 @@ _LAYER = {
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",  # of older files
     "attn_k_b.weight": "self_attn.kv_b_proj.weight.first",
     "attn_v_b.weight": "self_attn.kv_b_proj.weight.second",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -42,7 +44,10 @@ _INDEXER = {
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     heads, rotated = config["num_attention_heads"], get.required("rope.dimension_count", INT)
     rank = get.required("attention.kv_lora_rank", INT)
-    get.ignore("attention.key_length attention.value_length")  # sizes of latents
+    # Newer files have sizes of latents and sizes of heads.
+    suffix = "" if get("attention.key_length_mla", INT) is None else "_mla"
+    key, value = (get.required(f"attention.{of}_length{suffix}", INT) for of in ("key", "value"))
+    get.ignore("attention.value_length")
     return {
         "model_type": "deepseek_v3" if _has_sigmoids(get) else "deepseek_v2",
         "first_k_dense_replace": get("leading_dense_block_count", INT, 0),
@@ -54,12 +59,12 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
         "num_experts_per_tok": get("expert_used_count", INT),
         "num_key_value_heads": heads,
         "q_lora_rank": get("attention.q_lora_rank", INT) or None,
-        "qk_nope_head_dim": get.required("attention.key_length_mla", INT) - rotated,
+        "qk_nope_head_dim": key - rotated,
         "qk_rope_head_dim": rotated,
         "rope_interleave": True,
         "rope_parameters": _rope(get, config["rope_parameters"]),
         "routed_scaling_factor": get("expert_weights_scale", FLOAT) or 1.0,
-        "v_head_dim": get.required("attention.value_length_mla", INT),
+        "v_head_dim": value,
         **_group_settings(get),
     }
 

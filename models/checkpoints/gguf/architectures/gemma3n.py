@@ -1,9 +1,9 @@
 """GGUF files of Gemma 3n.
 
-A tensor has all projections to further vectors of a token (`altup_proj`), and another all
-projections back. llama.cpp scales the active vector (`altup_correct_scale`), and shares the keys of
-the first 20 layers; files have the number of layers that share keys, but do not say otherwise of
-the scale. Tokens without inputs of layers have inputs of 0 in files.
+A tensor has all projections to further vectors of a token (`altup_proj`), and another one all
+projections back. Files have inputs of layers for all tokens; those that the model lacks are 0. They
+lack `altup_correct_scale`, since llama.cpp always scales. For some keys, such as
+`altup.active_idx`, llama.cpp has constants.
 """
 
 import math
@@ -13,7 +13,7 @@ from models.checkpoints.gguf.architecture import OUTSIDE, Architecture, Settings
 from models.checkpoints.gguf.architectures.gemma3 import GEMMA, window_settings
 from models.checkpoints.gguf.metadata import FLOAT, INT, Metadata
 from models.checkpoints.ranges import LAYERS
-from models.kinds import Kind, several
+from models.kinds import Kind, refusal, several
 
 INPUTS = {
     "inp_gate": "per_layer_input_gate",
@@ -26,6 +26,8 @@ INPUTS_OUTSIDE = OUTSIDE | {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
+_LIMIT = 1.6448533535003662
+"""Limit of gates in the first layers, in standard deviations: llama.cpp's constant."""
 _LIMITS = several(
     Kind(
         words="a number of standard deviations, or -Infinity",
@@ -46,8 +48,10 @@ def input_settings(shapes: Shapes, size: int) -> Settings:
 
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     layers = config["num_hidden_layers"]
-    limits = [1.6448533535003662] * 10 + [-math.inf] * layers  # defaults of llama.cpp
-    limits = get("activation_sparsity_scale", _LIMITS, limits[:layers])
+    name, default = "activation_sparsity_scale", [_LIMIT] * 10 + [-math.inf] * layers
+    limits = get(name, _LIMITS, default[:layers])
+    if len(limits) != layers:
+        raise refusal(limits, f"{layers} numbers", get.prefix + name, get.source)
     rank = shapes.get("model.layers.0.laurel.linear_left.weight")
     return {
         **window_settings(get, config, 5),

@@ -26,8 +26,7 @@ _EXPERTS = {
 
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     get.required("attention.sliding_window_pattern", FLAGS)
-    rope = {"rope_parameters": _rope(get, config)}
-    windows = window_settings(get, config | rope, 6)
+    windows = window_settings(get, config | {"rope_parameters": _rope(get, config)}, 6)
     shared, experts = get("attention.shared_kv_layers", INT, 0), get("expert_count", INT, 0)
     full = [kind == "full_attention" for kind in windows["layer_types"]]
     sizes = _head_sizes(get, config, full)
@@ -55,16 +54,14 @@ def _rope(get: Metadata, config: Settings) -> Settings:
     rope = config["rope_parameters"]
     if rope["rope_type"] != "factors":
         return rope
-    divisors, rotated = rope["factors"], rope["factors"].count(1)
-    if (
-        not 0 < 2 * len(divisors) == config["head_dim"]
-        or min(divisors[rotated:], default=1e30) < 1e30
-    ):
+    divisors = rope["factors"]
+    rotated = divisors.count(1)
+    fits = 0 < 2 * len(divisors) == config["head_dim"]
+    if not fits or min(divisors[rotated:], default=1e30) < 1e30:
         expected = "a divisor for each pair of a head, 1 and then 1e30,"
         raise refusal(divisors, expected, "rope_freqs.weight", get.source)
-    share = rotated / len(divisors)
-    theta = rope["rope_theta"]
-    return {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": theta}
+    share = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(divisors)}
+    return share | {"rope_theta": rope["rope_theta"]}
 
 
 def _head_sizes(get: Metadata, config: Settings, full: list[bool]) -> list[Settings]:
@@ -84,9 +81,8 @@ def _feed_settings(get: Metadata, config: Settings, writes: int) -> Settings:
     found = config["intermediate_size"]
     hidden, wide = found[0], found[-1] != found[0]
     if found != [hidden * (2 if wide and i >= writes else 1) for i in range(len(found))]:
-        raise get.unsupported(
-            "feed_forward_length", "one number, doubled in layers that share keys"
-        )
+        expected = "one number, doubled in layers that share keys"
+        raise get.unsupported("feed_forward_length", expected)
     return {"intermediate_size": hidden, "use_double_wide_mlp": wide}
 
 
