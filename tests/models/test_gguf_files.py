@@ -100,6 +100,12 @@ def split_experts(tensors):
         tensors |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
 
 
+def flatten_gates(tensors):
+    """Store matrices of one row as vectors, as `llama-quantize` does."""
+    for name in [one for one in tensors if "ffn_gate_inp_shexp" in one]:
+        tensors[name] = tensors[name][0]
+
+
 def keep_qkvz(tensors):
     """Store the matrices of delta rules as older converters do."""
     folder = models.load(DATA / "qwen3_next").checkpoint
@@ -134,6 +140,8 @@ OLDER |= {"attention.key_length": 10, "attention.value_length": 5, "attention.he
 FORMS = [
     ("qwen3_next", fuse_experts, {}),
     ("qwen3_next", keep_qkvz, {}),
+    ("qwen3_next", flatten_gates, {}),
+    ("qwen3_5_moe", flatten_gates, {}),
     ("nemotron_h", add_head, LONGER),
     ("gemma4_experts", split_experts, {}),
     ("deepseek_v3", fuse_experts, {}),

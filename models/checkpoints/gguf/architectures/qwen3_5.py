@@ -92,6 +92,8 @@ def _with_experts(settings: Callable) -> Callable:
 def _convert(name: str, tensor: Tensor, config: Config) -> Tensor:
     if "norm" in name and ".linear_attn." not in name:
         return less_one(tensor)
+    if name.endswith(".shared_expert_gate.weight"):  # llama-quantize writes a vector
+        return tensor.map(lambda x: x.reshape(1, -1))
     return convert_mixer(name, tensor, config)
 
 
@@ -108,7 +110,7 @@ def _join(name: str, qkv: Tensor, gates: Tensor, config: Config) -> Tensor:
     return join([qkv, gates], axis=0).map(by_key_head)
 
 
-def _by_key_head(name: str, tensor: Tensor, config: Config) -> Tensor:
+def _convert_and_reorder(name: str, tensor: Tensor, config: Config) -> Tensor:
     """Reorder the value heads of a delta rule."""
     tensor, part = _convert(name, tensor, config), name.partition(".linear_attn.")[2]
     if not part or part.startswith("norm.") or not tensor.shape:
@@ -139,13 +141,13 @@ ARCHITECTURES = {
         layer=_SEPARATE,
         predicts=True,
         settings=_with_sections,
-        convert=_by_key_head,
+        convert=_convert_and_reorder,
     ),
     "qwen35moe": Architecture(
         family="qwen3_5_moe_text",
         layer=_SEPARATE | _SHARED_EXPERT,
         predicts=True,
         settings=_with_experts(_with_sections),
-        convert=_by_key_head,
+        convert=_convert_and_reorder,
     ),
 }
