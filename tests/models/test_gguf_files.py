@@ -196,3 +196,12 @@ def test_unsupported_metadata_raises(tmp_path, name, fields, message):
     metadata = metadata | {f"{arch}.{key}": value for key, value in fields.items()}
     with pytest.raises(models.ModelError, match=message):
         models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
+
+
+@pytest.mark.parametrize("divisors", [[1, 1, 1e30], [1, 2, *[1e30] * 6], [1e30, *[1] * 7]])
+def test_gemma4_with_other_divisors_raises(tmp_path, divisors):
+    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "gemma4.gguf")
+    rope = "rope_freqs.weight", np.array(divisors, np.float32), None
+    path = write_tensors(tmp_path / "tiny.gguf", arch, metadata, [rope, *tensors[1:]])
+    with pytest.raises(models.ModelError, match=r"1 and then 1e30, for rope_freqs\.weight"):
+        models.load(path)
