@@ -138,6 +138,7 @@ LONGER |= {
 OLDER = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"))
 OLDER |= {"attention.key_length": 10, "attention.value_length": 5, "attention.head_count_kv": 4}
 FORMS = [
+    ("qwen3_moe", None, {"expert_shared_feed_forward_length": 0}),
     ("qwen3_next", fuse_experts, {}),
     ("qwen3_next", keep_qkvz, {}),
     ("qwen3_next", flatten_gates, {}),

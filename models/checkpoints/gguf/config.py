@@ -32,6 +32,7 @@ _SCALING = {
 _ONLY = {
     "attention.causal": (True,),
     "expert_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
     "expert_used_count": (0,),
     "nextn_predict_layers": (0,),
     "rope.scaling.attn_factor": (1,),
