@@ -16,7 +16,7 @@ _OTHER_SENSES = re.compile(
     r"embed_vision|embed_audio)\..*"
 )
 """Names of tensors for images and audio, which have no effect on tokens of text."""
-_WITH_MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")
+_WITH_MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "deepseek_v32")
 """Families whose tensors `mtp.*` predict further tokens."""
 _KEYS_VALUES = re.compile(r"\.self_attn\.([kv]_proj|k_norm)\.(weight|bias)$")
 """Names of tensors from which keys and values are computed."""

@@ -93,9 +93,11 @@ def altup_weights(
 
 
 def expansion_weights(source: Sources, count: int) -> dict[str, Any]:
-    """Return the tensors for an `Expansion`."""
+    """Return the tensors for an `Expansion`; the checkpoint has one for each map, or for all."""
 
     def all_of(name: str) -> Any:
+        if (whole := f"model.{name}.weight") in source.checkpoint.tensors:
+            return source.tensor(whole)
         names = (f"model.{name}.{i}.weight" for i in range(count - 1))
         return source.tensor(*names, parts=1)
 

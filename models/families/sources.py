@@ -101,18 +101,20 @@ class Sources:
     ) -> dict[str, Any]:
         """Return the tensors for `Experts`; `router` has those of a router other than one matrix.
 
-        The checkpoint has separate tensors for each expert, or two tensors for all `count` experts.
+        The checkpoint has a tensor for each expert, or a tensor for all `count` experts. A tensor
+        of all experts may have their gate and up matrices.
         """
-        both, down = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
+        both = f"{name}.experts.gate_up_proj"
 
         def all_of(part: str) -> Tensor:
-            if both not in self.checkpoint.tensors:
-                names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(count))
-                return self.tensor(*names, parts=1, arrange=lambda x: x.swapaxes(1, 2))
-            if part == "down":
-                return self.tensor(down, arrange=lambda x: x.swapaxes(1, 2))
-            half = ("gate", "up").index(part)
-            return self.tensor(both, arrange=lambda x: np.split(x, 2, 1)[half].swapaxes(1, 2))
+            whole = f"{name}.experts.{part}_proj"
+            if whole in self.checkpoint.tensors:
+                return self.tensor(whole, arrange=lambda x: x.swapaxes(1, 2))
+            if both in self.checkpoint.tensors and part != "down":
+                half = ("gate", "up").index(part)
+                return self.tensor(both, arrange=lambda x: np.split(x, 2, 1)[half].swapaxes(1, 2))
+            names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(count))
+            return self.tensor(*names, parts=1, arrange=lambda x: x.swapaxes(1, 2))
 
         if router is None:
             router = {"weight": self.tensor(f"{name}.gate.weight")}

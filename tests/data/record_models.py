@@ -27,6 +27,7 @@ RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurren
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]
 QWENS = ["qwen3_5", "qwen3_5_moe"]
 OTHERS = ["llama4", "nemotron_h", "nemotron_h_latent", "deepseek_v32"]
+OTHERS += ["nemotron_h_dense"]
 GEMMAS = ["gemma4", "gemma4_experts", "gemma3n"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 # Seeds and gains for texts without repetition.

@@ -169,7 +169,7 @@ NIGHTLY = [
     *[(name, way) for name in OTHERS for way in (POOLED, ONE_BY_ONE, IN_UBATCHES)],
     *[(name, way) for name in GEMMAS for way in (POOLED, ONE_BY_ONE, Way(16, max_rollback=2))],
     *[(name, Way(1, streams=4, full_windows=True)) for name in GEMMAS],
-    ("nemotron_h_latent", WHOLE),
+    *[(name, WHOLE) for name in ("nemotron_h_latent", "nemotron_h_dense")],
 ]
 
 

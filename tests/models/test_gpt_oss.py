@@ -13,8 +13,7 @@ import jaxkv
 import models
 from jaxkv import make_batch
 from models.checkpoints import mxfp4
-from models.checkpoints.gguf import gpt_oss
-from models.checkpoints.gguf.file import convert_tensors
+from models.checkpoints.gguf.file import ARCHITECTURES, convert_tensors
 from models.checkpoints.tensor import Tensor
 from tests.models.tiny_files import DATA, config_at, fields_of, write_tensors
 
@@ -134,7 +133,7 @@ def test_gguf_half_without_the_other_raises():
     gate = Tensor(shape=(1, 2), read=None, stored=("blk.0.ffn_gate_exps.bias (1, 2)",))
     message = r"file: expected a second half of blk\.0\.ffn_gate_exps\.bias \(1, 2\), got none"
     with pytest.raises(models.ModelError, match=message):
-        convert_tensors({"bias.gate": gate}, gpt_oss, "file")
+        convert_tensors({"bias.first": gate}, ARCHITECTURES["gpt-oss"], {}, "file")
 
 
 @pytest.mark.parametrize("kind", [None, MXFP4])

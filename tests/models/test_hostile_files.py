@@ -16,10 +16,20 @@ import pytest
 import jaxkv
 import models
 from tests.helpers.parametrize import mark_cases
-from tests.models.tiny_files import DATA, FIELDS, VOCAB, tiny_tensors, write_folder, write_gguf
+from tests.models.tiny_files import (
+    DATA,
+    FIELDS,
+    VOCAB,
+    parts_of_gguf,
+    tiny_tensors,
+    write_folder,
+    write_gguf,
+    write_tensors,
+)
 from tests.snapshot.saved import damage
 
 FOLDERS = sorted(path.parent for path in DATA.glob("*/config.json"))
+RECORDED = sorted((DATA / "gguf").glob("*.gguf"))
 TENSORS = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
 VALUES, ADDED = json.loads((DATA / "hostile_values.json").read_text())
 """Values that are put anywhere, and those that are added to a config."""
@@ -39,6 +49,7 @@ SENTENCEPIECE = METADATA | {
     "tokenizer.ggml.token_type": [2] + [1] * 3 + [6] * 256,
     "tokenizer.ggml.scores": [-1.0] * 260,
 }
+TOKENIZER = {key: value for key, value in METADATA.items() if key.startswith("tokenizer")}
 GROWTH = 2**31
 SEEDS = [(range(8), False), (range(8, 60), False), (range(60, 360), True)]
 LANES = mark_cases(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2])
@@ -103,6 +114,12 @@ def metadata_case(here, rng):
     return write_gguf(here / "tiny.gguf", TENSORS, fields=metadata, base={})
 
 
+def recorded_case(here, rng):
+    arch, metadata, tensors = parts_of_gguf(rng.choice(RECORDED))
+    metadata = mutate(metadata, rng) | TOKENIZER
+    return write_tensors(here / "tiny.gguf", arch, metadata, rng.sample(tensors, len(tensors)))
+
+
 def gguf_case(here, rng):
     metadata = rng.choice([METADATA, SENTENCEPIECE])
     path = write_gguf(here / "tiny.gguf", TENSORS, fields=metadata)
@@ -131,7 +148,9 @@ def test_load_of_untouched_files_is_a_model(tmp_path):
 
 
 @pytest.mark.parametrize(("seeds", "deep"), LANES, ids=str)
-@pytest.mark.parametrize("case", [config_case, metadata_case, gguf_case, safetensors_case])
+@pytest.mark.parametrize(
+    "case", [config_case, metadata_case, recorded_case, gguf_case, safetensors_case]
+)
 def test_load_of_damaged_file_is_a_sentence_or_a_model(case, seeds, deep, tmp_path):
     found = Counter()
     for seed in seeds:

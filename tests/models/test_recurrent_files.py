@@ -78,7 +78,7 @@ def convert_tensor(name, array, config):
     return array[:, None] if name.endswith(".D") else array
 
 
-def write_gguf(path, checkpoint):
+def write_gguf(path, checkpoint, *extra):
     config, arch = checkpoint.config, ARCHITECTURES[checkpoint.architecture]
     called, tensors = gguf.MODEL_ARCH_NAMES[arch], []
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
@@ -97,7 +97,15 @@ def write_gguf(path, checkpoint):
                 where = where.replace("_shexp", "")
             tensors.append((where, np.ascontiguousarray(values), None))
     metadata = {f"{called}.{key}": value for key, value in all_fields_of(config).items()}
-    return write_tensors(path, called, metadata, tensors)
+    return write_tensors(path, called, metadata, [*tensors, *extra])
+
+
+def test_gguf_tensor_with_two_names_is_refused(tmp_path):
+    folder, again = models.load(DATA / "granite_hybrid"), np.ones((2, 2), np.float32)
+    extra = ("blk.0.ffn_down_shexp.weight", again, None), ("blk.00.attn_norm.weight", again, None)
+    path = write_gguf(tmp_path / "tiny.gguf", folder.checkpoint, *extra)
+    with pytest.raises(models.ModelError, match=r"2 unused \(.*shexp.weight.*, blk\.00\."):
+        models.load(path)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,9 +28,10 @@ HARD = [
     "I'LL say it's 1234567 o'clock\n\n  and   then ",
     "\r\n\t x\u00a0y\u3000z",
     "👩‍👩‍👧‍👦 flags 🇯🇵 and é e\u0301",
-    "鍵と値 ключ מפתח",
+    "鍵と値 ключ מפתח x㐀 x㑀 x㔀 x㘀 [key] (value",
     "a\x00b\x7f",
 ]
+CUTS = ["2345", " xぁ"]  # divided before "45", and before a byte that follows " x" above
 REFUSED = [
     (None, "no chat template"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -112,9 +113,11 @@ def write_gguf(path, fields):
 def train_byte_level(cut):
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer, inner.decoder = cut, decoders.ByteLevel()
-    options = dict(vocab_size=400, special_tokens=["<|begin|>", "<|im_end|>"], show_progress=False)
+    options = dict(vocab_size=1000, special_tokens=["<|begin|>", "<|im_end|>"], show_progress=False)
     letters = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator([TEXT], trainers.BpeTrainer(initial_alphabet=letters, **options))
+    inner.train_from_iterator(
+        [TEXT, *HARD], trainers.BpeTrainer(initial_alphabet=letters, **options)
+    )
     before = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     inner.post_processor = processors.TemplateProcessing(**before)
     return inner
@@ -128,15 +131,23 @@ def write_folder(folder, inner=None, **settings):
     return open_checkpoint(folder)
 
 
-def split(pattern):
-    cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+def split(*patterns):
+    cuts = [pre_tokenizers.Split(tokenizers.Regex(one), "isolated") for one in patterns]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([cut, letters])
+    return pre_tokenizers.Sequence([*cuts, letters])
 
 
 NEWER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -153,6 +164,8 @@ O200K = (
         ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False)),
         ("qwen2", split(NEWER % r"\p{N}")),
         ("llama-bpe", split(NEWER % r"\p{N}{1,3}")),
+        ("qwen35", split(QWEN35)),
+        ("deepseek-v3", split(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK)),
         ("gpt-4o", split(O200K)),
     ],
 )
@@ -167,7 +180,7 @@ def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
     fields |= {"merges": [" ".join(merge) for merge in model["merges"]]}
     fields |= {"bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True}
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
-    for text in [*HARD, TEXT]:
+    for text in [*HARD, *CUTS, TEXT]:
         ids = inner.encode(text, add_special_tokens=False).ids
         assert folder.encode(text) == file.encode(text) == ids
         assert folder.prompt(text) == file.prompt(text) == [0, *ids]
@@ -213,6 +226,29 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
     assert ours.named_ends == {theirs.eos_id()}
     # A stream continues a text, so the space of its first word stays.
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
+
+
+def test_gemma4_gguf_matches_library(tmp_path):
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"]
+    special += [f"<0x{i:02X}>" for i in range(256)]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")  # of training
+    options = dict(vocab_size=600, special_tokens=special, show_progress=False)
+    inner.train_from_iterator([TEXT] * 2, trainers.BpeTrainer(limit_alphabet=60, **options))
+    model = json.loads(inner.to_str())["model"]
+    vocabulary = sorted(model["vocab"], key=model["vocab"].get)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([])
+    fields = {"model": "gemma4", "tokens": vocabulary, "bos_token_id": 2, "eos_token_id": 1}
+    fields["token_type"] = [3, 3, 3, 2, 3] + [6] * 256 + [1] * (len(vocabulary) - 261)
+    fields["merges"] = [" ".join(merge) for merge in model["merges"]]
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
+    for text in [*HARD, *CUTS, TEXT]:
+        ids = inner.encode(text).ids
+        assert file.encode(text) == ids and file.prompt(text) == [2, *ids]
+        assert file.decode(ids) == text
+    assert file.encode("a<eos>", special=True)[-1] == file.eos == 1
+    assert 4 in file.named_ends
 
 
 PIECES = {
@@ -339,6 +375,7 @@ def test_tokenizer_refused_files_raise(tmp_path):
         (file(model="bert", tokens=["a"]), "tokenizer of kind .*, got 'bert'"),
         (file(model="gpt2", pre="odd", tokens=["a"]), r"qwen2.*, got 'odd'"),
         (file(), r"None\.gguf has no tokenizer"),
+        (file(model="none"), r"none\.gguf has no tokenizer"),
         (write_folder(tmp_path / "bare"), r"no tokenizer\.json"),
         (broken[0], r"/cut/tokenizer\.json is not JSON"),
         (broken[1], r"/odd/tokenizer\.json or tokenizer_config\.json cannot be read"),

@@ -1,5 +1,6 @@
 """A tiny random llama as a Hugging Face folder and as a GGUF file; recorded models."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -119,3 +120,14 @@ def write_tensors(path, arch, metadata, tensors):
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@functools.cache
+def parts_of_gguf(path):
+    """The architecture of a recorded file, its metadata and tensors, for `write_tensors`."""
+    reader = gguf.GGUFReader(path)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    arch = fields["general.architecture"]
+    metadata = {key: value for key, value in fields.items() if key.startswith(f"{arch}.")}
+    tensors = [(one.name, np.array(one.data), one.tensor_type) for one in reader.tensors]
+    return arch, metadata, tensors

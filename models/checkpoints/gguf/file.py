@@ -1,18 +1,11 @@
 """Checkpoints in GGUF files, converted to the form of Hugging Face.
 
-Three properties of tensors are converted, in addition to those in `recurrent.py` and
-`gpt_oss.py`:
-
-- names of tensors;
-- order of the rows of q and k in files of architectures "llama" and "granitehybrid": GGUF files
-  have the two rows of a rotation next to each other (Hugging Face rotates row i with row i + D/2);
-- norm weights of Gemma, which are 1 larger in GGUF files.
+A file in `architectures/` describes the names, settings and tensors of an architecture.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -22,26 +15,39 @@ from gguf.quants import dequantize
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.config import Config
-from models.checkpoints.gguf.config import CONVERTERS, config_from_gguf
+from models.checkpoints.gguf.architecture import Architecture
+from models.checkpoints.gguf.architectures import (
+    deepseek,
+    falcon_h1,
+    gemma3,
+    gemma3n,
+    gemma4,
+    gpt_oss,
+    granite_hybrid,
+    lfm2,
+    llama,
+    llama4,
+    mamba2,
+    nemotron_h,
+    olmo2,
+    qwen3_5,
+)
+from models.checkpoints.gguf.config import config_from_gguf, count_layers
 from models.checkpoints.gguf.metadata import Metadata
-from models.checkpoints.gguf.names import hugging_face_name, stored_name
 from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.tensor import Tensor, check_numbers
 from models.errors import ModelError, first_line
 from models.kinds import TEXT, TOKEN, whole
 
-# Architecture of the file -> model_type of Hugging Face.
-_FAMILIES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3_text",
-    "mamba2": "mamba2",
-    "granitehybrid": "granitemoehybrid",
-    "lfm2": "lfm2",
-    "falcon-h1": "falcon_h1",
-    "gpt-oss": "gpt_oss",
+ARCHITECTURES: dict[str, Architecture] = {
+    name: arch
+    for group in (
+        *(llama, qwen3_5, gemma3, mamba2, nemotron_h, granite_hybrid, lfm2, falcon_h1, gpt_oss),
+        *(olmo2, gemma3n, gemma4, llama4, deepseek),
+    )
+    for name, arch in group.ARCHITECTURES.items()
 }
+"""Supported architectures by name."""
 
 _CHUNK = 1 << 16  # values unpacked at a time, which fit into a CPU's cache
 
@@ -50,33 +56,30 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file; tensors are read on demand."""
     reader = _reader(path)
     source, get = str(path), Metadata(reader, str(path))
-    arch = get("general.architecture")
-    if not isinstance(arch, str) or arch not in _FAMILIES:
+    name = get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ModelError(
-            f"{path}: expected an architecture of {', '.join(_FAMILIES)}, got {arch!r}; give "
+            f"{path}: expected an architecture of {', '.join(ARCHITECTURES)}, got {name!r}; give "
             "another model."
         )
+    arch = ARCHITECTURES[name]
     if get("split.count", whole(0, 2**16), 1) > 1:
         raise ModelError(f"{path} is one part of several; merge the parts with llama-gguf-split.")
 
     stored = {tensor.name: tensor for tensor in reader.tensors}
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
-        factors = check_numbers(np.asarray(factors.data), factors.name, source).tolist()
-    # The suffix distinguishes an unknown name from the name of a Hugging Face tensor.
-    by_name = {
-        hugging_face_name(name, arch) or f"{name}.unknown": tensor
-        for name, tensor in stored.items()
-    }
-    shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
-    metadata = Metadata(reader, source, f"{arch}.")
-    values = config_from_gguf(arch, metadata, shapes, factors) | {"model_type": _FAMILIES[arch]}
-    config = Config(values, source)
-    tensors = {
-        name: _tensor(name, tensor, arch, config, source) for name, tensor in by_name.items()
-    }
-    if arch in CONVERTERS:
-        tensors = convert_tensors(tensors, CONVERTERS[arch], source)
+        factors = check_numbers(np.ravel(factors.data), factors.name, source).tolist()
+    metadata = Metadata(reader, source, f"{name}.")
+    layers = count_layers(arch, metadata)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        plain = arch.hugging_face_name(name, layers)
+        if plain is None or plain in tensors:  # the suffix makes it another name
+            plain = f"{name}.unknown"
+        tensors[plain] = _tensor(tensor, source)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    config = Config(config_from_gguf(arch, metadata, shapes, factors), source)
     vocabulary = Metadata(reader, source, "tokenizer.ggml.")
 
     def load_tokenizer():
@@ -87,12 +90,12 @@ def open_gguf(path: Path) -> Checkpoint:
     ends = (vocabulary(key, TOKEN) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
     return Checkpoint(
         source=source,
-        architecture=_FAMILIES[arch],
+        architecture=config["model_type"],
         config=config,
-        tensors=tensors,
+        tensors=convert_tensors(tensors, arch, config, source),
         end_tokens=frozenset(end for end in ends if end is not None),
         load_tokenizer=load_tokenizer,
-        stored_name=partial(stored_name, arch),
+        stored_name=partial(arch.stored_name, layers),
         named_ends=True,
     )
 
@@ -115,64 +118,19 @@ def _reader(path: Path) -> Reader:
     return reader
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(length) for length in reversed(tensor.shape))  # in C order
-
-
-def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Tensor:
-    """Return a tensor that is converted to Hugging Face's form at each read."""
-    part = name.split(".")[-2]
-    shape, heads = _shape(tensor), None
+def _tensor(tensor: Any, source: str) -> Tensor:
+    shape = tuple(int(length) for length in reversed(tensor.shape))  # in C order
     stored = f"{tensor.name} {shape}"
-    if arch in ("llama", "granitehybrid") and part in ("q_proj", "k_proj"):
-        heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
-        shape = shape if shape[0] % (2 * heads) == 0 else ()  # the size of a head is even
-    norm_offset = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
-    return Tensor(
-        shape=shape, read=partial(_read, tensor, heads, norm_offset, source), stored=(stored,)
-    )
+    return Tensor(shape=shape, read=partial(_read, tensor, source), stored=(stored,))
 
 
-def convert_tensors(
-    tensors: Mapping[str, Tensor], converter: ModuleType, source: str
-) -> dict[str, Tensor]:
-    """Join each pair of tensors named `x.gate` and `x.up`, and convert all tensors.
-
-    The functions `join_halves` and `convert` of the module `converter` do this for one tensor.
-    Raises `ModelError` if a tensor `x.gate` has no second half `x.up`.
-    """
-    out = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".up"):
-            continue
-        plain = name.removesuffix(".gate")
-        if plain != name:
-            if f"{plain}.up" not in tensors:
-                raise ModelError(
-                    f"{source}: expected a second half of {tensor.stored[0]}, got none; download "
-                    "it again."
-                )
-            tensor = converter.join_halves(tensor, tensors[f"{plain}.up"])
-        out[plain] = converter.convert(plain, tensor)
-    return out
-
-
-def _even_rows_first(rows: int, heads: int) -> np.ndarray:
-    """Return the order in which each head has its even rows first, and then its odd rows."""
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _read(tensor: Any, heads: int | None, norm_offset: float, source: str) -> np.ndarray:
+def _read(tensor: Any, source: str) -> np.ndarray:
     raw, kind = np.asarray(tensor.data), Kind(tensor.tensor_type)  # a view of the file map
     if kind == Kind.BF16:
         raw = raw.view(ml_dtypes.bfloat16)
-    if heads is not None:
-        # Quantised rows can be reordered without unpacking.
-        raw = raw[_even_rows_first(len(raw), heads)]
     if raw.dtype == np.uint8:
         raw = _unpack(raw, kind, f"{source}: {tensor.name}")
-    raw = check_numbers(raw, tensor.name, source)
-    return raw - raw.dtype.type(norm_offset) if norm_offset else raw
+    return check_numbers(raw, tensor.name, source)
 
 
 def _unpack(raw: np.ndarray, kind: Kind, name: str) -> np.ndarray:
@@ -192,4 +150,27 @@ def _unpack(raw: np.ndarray, kind: Kind, name: str) -> np.ndarray:
         # As one row, since `dequantize` loops over groups of 16 rows.
         row = dequantize(part.reshape(1, -1), kind)
         out[start : start + step] = row.reshape(len(part), *first.shape[1:])
+    return out
+
+
+def convert_tensors(
+    tensors: Mapping[str, Tensor], arch: Architecture, config: Config, source: str
+) -> dict[str, Tensor]:
+    """Join each pair of tensors named `x.first` and `x.second`, and convert all tensors.
+
+    Raises `ModelError` if a tensor `x.first` has no second half `x.second`.
+    """
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".second"):
+            continue
+        plain = name.removesuffix(".first")
+        if plain != name:
+            if f"{plain}.second" not in tensors:
+                raise ModelError(
+                    f"{source}: expected a second half of {tensor.stored[0]}, got none; download "
+                    "it again."
+                )
+            tensor = arch.join(plain, tensor, tensors[f"{plain}.second"], config)
+        out[plain] = arch.convert(plain, tensor, config)
     return out

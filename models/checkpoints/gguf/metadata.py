@@ -4,10 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoints.gguf.reader import Reader
+from models.checkpoints.ranges import LAYERS
 from models.errors import ModelError, brief_json, first_line, unsupported
-from models.kinds import Kind, check, number, whole
+from models.kinds import Kind, check, number, several, whole
 
 INT, FLOAT = whole(0, 2**31 - 2), number(-1e30, 1e30)
+_FLAG = Kind(
+    words="true or false, or 0 or 1",
+    accepts=lambda value: type(value) in (bool, int) and value in (0, 1),
+)
+FLAGS = several(_FLAG, LAYERS)
+"""A flag for each layer."""
 
 
 class Metadata:

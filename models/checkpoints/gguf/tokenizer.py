@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from models.checkpoints.gguf.metadata import Metadata
@@ -36,11 +36,14 @@ _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words(digits: str) -> list:
-    """Return the pre-tokenizers of Qwen 2, Llama 3 and others; `digits` is a regex for digits."""
-    letters = rf"{_BEFORE}\p{{L}}+"
-    signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-    return _split(_EITHER_CASE, letters, digits, signs, _SPACES)
+def _words(digits: str, letters: str = r"\p{L}") -> list:
+    """Return the pre-tokenizers of Qwen 2, Llama 3 and others.
+
+    The argument `digits` is a regex for digits, and `letters` has the classes of letters.
+    """
+    words = f"{_BEFORE}[{letters}]+"
+    signs = rf" ?[^\s{letters}\p{{N}}]+[\r\n]*"
+    return _split(_EITHER_CASE, words, digits, signs, _SPACES)
 
 
 def _o200k() -> list:
@@ -51,6 +54,15 @@ def _o200k() -> list:
     )
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
     return _split(*words, r"\p{N}{1,3}", signs, _SPACES)
+
+
+def _deepseek_v3() -> list:
+    """Return the pre-tokenizers of DeepSeek V3: digits and signs of Chinese and Japanese first."""
+    terms = r"[!-/:-@\[-`{-~][A-Za-z]+"
+    words = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    signs = r" ?[\p{P}\p{S}]+[\r\n]*"
+    splits = [_split(one)[0] for one in (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")]
+    return [*splits, *_split(terms, words, signs, _SPACES)]
 
 
 def _split(*patterns: str) -> list:
@@ -65,7 +77,7 @@ def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
-_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1")
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1", "pixtral")
 _PRE_TOKENIZERS: dict[str, Callable[[], list]] = {
     # Converters write "default" for unknown vocabularies.
     **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
@@ -74,7 +86,9 @@ _PRE_TOKENIZERS: dict[str, Callable[[], list]] = {
         lambda: [pre_tokenizers.Digits(individual_digits=True), _letters(True)],
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _words(r"\p{N}")),
-    "gpt-4o": _o200k,
+    "deepseek-v3": _deepseek_v3,
+    "qwen35": lambda: _words(r"\p{N}", r"\p{L}\p{M}"),
+    **dict.fromkeys(("gpt-4o", "llama4"), _o200k),
     **dict.fromkeys((*_LLAMA_3, "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")),
 }
 
@@ -87,16 +101,16 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     get.ignore(_KEYS)
     get.check_all_read({"add_eos_token": (False,), "add_sep_token": (False,)})
     kind = get("model")
-    if kind is get("tokens") is None:
+    if kind == "none" or kind is get("tokens") is None:
         raise NoTokenizerError(f"{get.source} has no tokenizer; give another model.")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise ModelError(
-            f"{get.source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "
-            f"(SentencePiece), got {kind!r}; give another model."
+            f"{get.source}: expected a tokenizer of kind 'gpt2' (byte-level), 'llama' "
+            f"(SentencePiece) or 'gemma4', got {kind!r}; give another model."
         )
     tokens, pre = get.required("tokens", _TEXTS), get("pre", default="default")
     bos = _special_id(get, "bos", kind)
-    adds_bos = get("add_bos_token", FLAG, kind == "llama" or pre in _LLAMA_3)
+    adds_bos = get("add_bos_token", FLAG, kind == "llama" or pre in _LLAMA_3) or kind == "gemma4"
     fields = {
         "eos": _special_id(get, "eos", kind),
         "prefix": (bos,) if bos is not None and adds_bos else (),
@@ -105,13 +119,13 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
         else partial(render, template, **_token_variables(get, tokens, kind)),
     }
     types = _for_each_token(get, "token_type", whole(1, 6), _NORMAL, len(tokens))
-    if kind == "gpt2":
-        inner = _byte_level(get, tokens, types, pre)
-        # The library has one id for each text, but a text may be repeated.
-        to_bytes = _bytes_of(tokens, types, from_letters)
-        plain = from_tokenizers(inner, source=get.source, **fields)
-        return replace(plain, to_bytes=to_bytes, size=len(tokens))
-    return _pieces(get, tokens, types, **fields)
+    if kind == "llama":
+        return _pieces(get, tokens, types, **fields)
+    inner = _bpe(get, tokens, types, pre if kind == "gpt2" else None)
+    # The library has one id for each text, but a text may be repeated.
+    to_bytes = _bytes_of(tokens, types, from_letters if kind == "gpt2" else from_pieces)
+    plain = from_tokenizers(inner, source=get.source, **fields)
+    return replace(plain, to_bytes=to_bytes, size=len(tokens))
 
 
 def _special_id(get: Metadata, name: str, kind: str) -> int | None:
@@ -139,8 +153,13 @@ def _for_each_token(get: Metadata, name: str, kind: Kind, default: Any, count: i
     return values
 
 
-def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
-    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
+def _bpe(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
+    """Build a tokenizer that merges pairs of tokens.
+
+    The argument `pre` is the name of a pre-tokenizer of bytes. If it is None, characters are
+    merged, across words, and a character that is no token is divided into bytes.
+    """
+    if pre is not None and (not isinstance(pre, str) or pre not in _PRE_TOKENIZERS):
         raise ModelError(
             f"{get.source}: expected a pre-tokenizer of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}; "
             "give another model."
@@ -148,15 +167,20 @@ def _byte_level(get: Metadata, tokens: list[str], types: list[int], pre: Any) ->
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = get("merges") and get("merges", _TEXTS)  # an empty list is allowed
     pairs = [tuple(merge.split(" ", 1)) for merge in merges or ()]
+    options = {"ignore_merges": pre in _LLAMA_3, "byte_fallback": pre is None}
     try:
-        inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
+        inner = Inner(models.BPE(vocabulary, pairs, **options))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair
         raise ModelError(
             f"{get.source} has merges that do not match its tokens ({first_line(error)}); download "
             "it again."
         ) from error
-    inner.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
-    inner.decoder = decoders.ByteLevel()
+    if pre is None:
+        inner.normalizer = normalizers.Replace(" ", "▁")
+        inner.decoder = decoders.Replace("▁", " ")
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+        inner.decoder = decoders.ByteLevel()
     rows = list(zip(tokens, types, strict=True))
     inner.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token, t in rows if t == _CONTROL]

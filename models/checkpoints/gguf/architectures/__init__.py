@@ -1,0 +1,1 @@
+"""Architectures of GGUF files, one group a file."""
