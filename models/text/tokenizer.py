@@ -24,6 +24,7 @@ _ENDS = {
     "<|im_end|>",
     "<|return|>",
     "<|call|>",
+    "<turn|>",
 }
 
 

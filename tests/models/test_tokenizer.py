@@ -229,7 +229,8 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
 
 
 def test_gemma4_gguf_matches_library(tmp_path):
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"]
+    special += [f"<0x{i:02X}>" for i in range(256)]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     inner.normalizer = normalizers.Replace(" ", "▁")
     inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")  # of training
@@ -239,7 +240,7 @@ def test_gemma4_gguf_matches_library(tmp_path):
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
     inner.pre_tokenizer = pre_tokenizers.Sequence([])
     fields = {"model": "gemma4", "tokens": vocabulary, "bos_token_id": 2, "eos_token_id": 1}
-    fields["token_type"] = [3, 3, 3, 2] + [6] * 256 + [1] * (len(vocabulary) - 260)
+    fields["token_type"] = [3, 3, 3, 2, 3] + [6] * 256 + [1] * (len(vocabulary) - 261)
     fields["merges"] = [" ".join(merge) for merge in model["merges"]]
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer
     for text in [*HARD, *CUTS, TEXT]:
@@ -247,6 +248,7 @@ def test_gemma4_gguf_matches_library(tmp_path):
         assert file.encode(text) == ids and file.prompt(text) == [2, *ids]
         assert file.decode(ids) == text
     assert file.encode("a<eos>", special=True)[-1] == file.eos == 1
+    assert 4 in file.named_ends
 
 
 PIECES = {
