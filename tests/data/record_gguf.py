@@ -16,16 +16,19 @@ HERE = Path(__file__).parent
 NAMES = ["qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent"]
 NAMES += ["nemotron_h_dense"]
 NAMES += ["gemma3n", "gemma4", "gemma4_experts", "llama4", "deepseek_v2", "deepseek_v2_groups"]
-NAMES += ["deepseek_v3", "deepseek_v32", "olmo2"]
+NAMES += ["deepseek_v3", "deepseek_v32", "olmo2", "llama_llama3", "gemma3", "gpt_oss_mxfp4"]
+NAMES += ["mamba2", "granite_hybrid_experts", "lfm2", "falcon_h1"]
 
 ADDED = {
     **dict.fromkeys(("nemotron_h", "nemotron_h_latent"), {"mamba_d_head": 8}),
     "nemotron_h_dense": {"mamba_d_head": 8, "hybrid_override_pattern": "M-*-"},
+    "falcon_h1": {"head_dim": 6},
+    "granite_hybrid_experts": {"layer_types": ["mamba", "attention", "mamba"]},
     **dict.fromkeys(("deepseek_v3", "deepseek_v32"), {"scoring_func": "sigmoid"}),
 }
 """Config keys that the converter needs, and the classes of transformers do not have."""
-DENSE = ("nemotron_h_dense",)
-"""Models without experts, although the class of their config has defaults for experts."""
+WITHOUT_CLASS = ("nemotron_h_dense", "granite_hybrid_experts")
+"""Models whose config is not read by a class, which adds experts, or renames kinds of layers."""
 
 
 def convert(name: str) -> None:
@@ -54,10 +57,11 @@ def convert(name: str) -> None:
                 self.gguf_writer.add_vocab_size(size)
 
         path, options = HERE / "gguf" / f"{name}.gguf", {"model_name": name}
-        if name in DENSE:
+        if name in WITHOUT_CLASS:
+            options["hparams"] = config
+        if name == "nemotron_h_dense":
             for key in ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group"):
                 del config[key]
-            options["hparams"] = config
         with torch.inference_mode():
             model = WithoutTokenizer(here, gguf.LlamaFileType.ALL_F32, path, **options)
             model.write()

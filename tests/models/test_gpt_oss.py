@@ -1,8 +1,5 @@
-"""Files of gpt-oss: folders with MXFP4 weights, and GGUF files."""
+"""Files of gpt-oss: folders with MXFP4 weights."""
 
-import dataclasses
-
-import gguf
 import jax
 import ml_dtypes
 import numpy as np
@@ -13,11 +10,8 @@ import jaxkv
 import models
 from jaxkv import make_batch
 from models.checkpoints import mxfp4
-from models.checkpoints.gguf.file import ARCHITECTURES, convert_tensors
-from models.checkpoints.tensor import Tensor
-from tests.models.tiny_files import DATA, config_at, fields_of, write_tensors
+from tests.models.tiny_files import DATA, config_at
 
-MXFP4 = gguf.GGMLQuantizationType.MXFP4
 PLAIN = load_file(DATA / "gpt_oss_mxfp4" / "model.safetensors")
 NUMBERS = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float)
 PACKED = sorted(name.removesuffix("_blocks") for name in PLAIN if name.endswith("_blocks"))
@@ -92,55 +86,3 @@ def test_load_mxfp4_folder_with_wrong_pair_raises(tmp_path, change, message):
     tensors = {name: x for name, x in (PLAIN | changed).items() if x is not None}
     with pytest.raises(models.ModelError, match=message):
         models.load(folder_of(tmp_path, tensors))
-
-
-def write_gguf(path, checkpoint, kind):
-    """Write a file as llama.cpp's converter does."""
-    config, arch = checkpoint.config, gguf.MODEL_ARCH.GPT_OSS
-    names, tensors = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), []
-    for name in checkpoint.tensors:
-        array = checkpoint.tensors[name].read().astype(np.float32)
-        stem, end = name, "weight"
-        if ".experts." in name:
-            stem, end = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")
-            array = array.swapaxes(1, 2) if end == "weight" else array
-        elif not name.endswith("sinks"):
-            stem, end = name.rsplit(".", 1)
-        parts = {stem: array}
-        if "gate_up" in stem:
-            parts = {stem.replace("gate_up", "gate"): array[:, ::2]}
-            parts[stem.replace("gate_up", "up")] = array[:, 1::2]
-        for part, values in parts.items():
-            values, raw = np.ascontiguousarray(values), kind if values.ndim == 3 else None
-            packed = values if raw is None else gguf.quants.quantize(values, raw)
-            tensors.append((f"{names.get_name(part)}.{end}", packed, raw))
-    scaling = config["rope_parameters"]
-    fields = fields_of(config) | {
-        "expert_feed_forward_length": config["intermediate_size"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "attention.sliding_window": config["sliding_window"],
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": scaling["factor"],
-        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
-    }
-    metadata = {f"gpt-oss.{key}": value for key, value in fields.items()}
-    return write_tensors(path, "gpt-oss", metadata, tensors)
-
-
-def test_gguf_half_without_the_other_raises():
-    gate = Tensor(shape=(1, 2), read=None, stored=("blk.0.ffn_gate_exps.bias (1, 2)",))
-    message = r"file: expected a second half of blk\.0\.ffn_gate_exps\.bias \(1, 2\), got none"
-    with pytest.raises(models.ModelError, match=message):
-        convert_tensors({"bias.first": gate}, ARCHITECTURES["gpt-oss"], {}, "file")
-
-
-@pytest.mark.parametrize("kind", [None, MXFP4])
-def test_load_gguf_equals_folder(tmp_path, kind):
-    folder = models.load(DATA / "gpt_oss_mxfp4")  # its experts are exact in MXFP4
-    file = models.load(write_gguf(tmp_path / "tiny.gguf", folder.checkpoint, kind))
-    wanted, found = (dataclasses.asdict(model.config) for model in (folder, file))
-    assert found.pop("eps") == np.float32(wanted.pop("eps"))
-    assert found == wanted
-    jax.tree.map(np.testing.assert_array_equal, file.params, folder.params)

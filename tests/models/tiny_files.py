@@ -70,19 +70,17 @@ def interleave(array, heads):
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-KEYS = json.loads((DATA / "fields_of_gguf.json").read_text())
-"""Keys of a file after the architecture's name, and those of configs."""
-
-
-def fields_of(config):
-    named = [(name, key) for name, keys in KEYS.items() for key in keys.split()]
-    fields = {name: config[key] for name, key in named if config.get(key) is not None}
-    theta = (config.get("rope_parameters") or {}).get("rope_theta")
-    longest = config.get("max_position_embeddings", 128)
-    return {"context_length": longest} | fields | ({"rope.freq_base": theta} if theta else {})
-
-
-FIELDS = fields_of(CONFIG) | {"attention.head_count_kv": KV_HEADS}
+FIELDS = {
+    "context_length": 128,
+    "block_count": LAYERS,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": INNER,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "attention.layer_norm_rms_epsilon": CONFIG["rms_norm_eps"],
+    "rope.freq_base": CONFIG["rope_theta"],
+}
+"""Metadata of a file, after the architecture's name."""
 
 
 def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS):

@@ -18,7 +18,7 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
         "mamba_norm_before_gate": False,
         "mamba_rms_norm": "model.layers.0.mamba.norm.weight" in shapes,
         **_MULTIPLIERS,
-        **mixer_settings(get),
+        **mixer_settings(get, shapes),
     }
 
 

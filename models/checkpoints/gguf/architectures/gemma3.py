@@ -40,7 +40,10 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     c = config
     largest = c["num_hidden_layers"] == 62 and c["hidden_size"] and c["num_attention_heads"]
     size = c["hidden_size"] // c["num_attention_heads"] if largest else c["head_dim"]
-    return window_settings(get, config, 6) | {"query_pre_attn_scalar": size}
+    return window_settings(get, config, 6) | {
+        "final_logit_softcapping": get("final_logit_softcapping", FLOAT) or None,
+        "query_pre_attn_scalar": size,
+    }
 
 
 def _convert(name: str, tensor: Tensor, config: Config) -> Tensor:

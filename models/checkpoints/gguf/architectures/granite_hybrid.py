@@ -26,7 +26,7 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
         "num_local_experts": get("expert_count", INT),
         "num_experts_per_tok": get("expert_used_count", INT),
         "shared_intermediate_size": get("expert_shared_feed_forward_length", INT),
-        **mixer_settings(get),
+        **mixer_settings(get, shapes),
     }
 
 

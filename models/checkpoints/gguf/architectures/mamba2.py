@@ -52,7 +52,7 @@ def state_sizes(get: Metadata) -> tuple[int, int, int | None, int, int]:
     return kernel, heads, inner // heads if heads else None, state, groups
 
 
-def mixer_settings(get: Metadata) -> Settings:
+def mixer_settings(get: Metadata, shapes: Shapes) -> Settings:
     """Return the settings of Mamba-2 mixers, with the keys of hybrid models."""
     kernel, heads, head_dim, state, groups = state_sizes(get)
     return {
@@ -61,7 +61,7 @@ def mixer_settings(get: Metadata) -> Settings:
         "mamba_d_state": state,
         "mamba_n_groups": groups,
         "mamba_d_conv": kernel,
-        "mamba_conv_bias": True,
+        "mamba_conv_bias": any(name.endswith("conv1d.bias") for name in shapes),
         "mamba_proj_bias": False,
         "time_step_limit": (0.0, float("inf")),
     }
