@@ -89,7 +89,7 @@ def plan_copy(
     parents = jnp.broadcast_to(src, dst.shape)
     is_cross_stream = _is_in_other_stream(cells, parents, dst)
     base = share(cells, src, jnp.where(is_cross_stream, cells.sequences, dst), start, stop)
-    return _plan_transfer(cells, base, parents, dst, is_cross_stream, start, stop)
+    return _plan_copies_in_table(cells, base, parents, dst, is_cross_stream, start, stop)
 
 
 def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]:
@@ -97,23 +97,23 @@ def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]
     is_cross_stream = _is_in_other_stream(cells, parents, targets)
     base = seq_select(cells, parents, jnp.where(is_cross_stream, cells.sequences, targets))
     everything = jnp.int32(0), jnp.int32(-1)
-    return _plan_transfer(cells, base, parents, targets, is_cross_stream, *everything)
+    return _plan_copies_in_table(cells, base, parents, targets, is_cross_stream, *everything)
 
 
-def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
+def execute_copy(cells: C, buffers: Buffers, copies: CopyPlan[C]) -> tuple[C, Buffers]:
     """Apply a copy plan to the table and the buffers, if each stream has enough cells."""
-    args = transfer.origin, transfer.slots, transfer.num_copied
+    args = copies.origin, copies.slots, copies.num_copied
     filled = map_kv(cells, buffers, _copy_planned_cells, *args, num_split_args=2)
-    return with_copies(cells, cells, transfer), filled
+    return with_copies(cells, cells, copies), filled
 
 
-def with_copies(cells: C, source: Cells, transfer: CopyPlan[C]) -> C:
+def with_copies(cells: C, source: Cells, copies: CopyPlan[C]) -> C:
     """Apply a plan of copies from the table `source`, if each stream has enough cells."""
-    ok = transfer.need.ok
-    is_filled = jnp.arange(cells.num_cells)[None] < transfer.num_copied[:, None]
-    slots = jnp.where(is_filled, transfer.slots, out_of_range_slots(transfer.slots))
+    ok = copies.need.ok
+    is_filled = jnp.arange(cells.num_cells)[None] < copies.num_copied[:, None]
+    slots = jnp.where(is_filled, copies.slots, out_of_range_slots(copies.slots))
     # A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
-    stream, _ = divmod_nonnegative(transfer.origin, source.num_cells)
+    stream, _ = divmod_nonnegative(copies.origin, source.num_cells)
     is_source = (stream[..., None] == jnp.arange(source.streams)[None, None]) & is_filled[..., None]
     is_source = jnp.any(is_source, axis=1)  # [S, S'], target and source
     incomplete, of_source = (
@@ -122,7 +122,7 @@ def with_copies(cells: C, source: Cells, transfer: CopyPlan[C]) -> C:
     )
     if incomplete is not None and of_source is not None:
         incomplete = jnp.any(is_source[..., None] & of_source[None], axis=1)
-    filled = map_streams(transfer.base, mark_used, slots, transfer.new_cells, incomplete)
+    filled = map_streams(copies.base, mark_used, slots, copies.new_cells, incomplete)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), filled, cells)
 
 
@@ -181,7 +181,7 @@ def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) ->
     return is_sequence(cells, parents) & is_sequence(cells, targets) & (theirs != ours)
 
 
-def _plan_transfer(
+def _plan_copies_in_table(
     cells: C,
     base: C,
     parents: jax.Array,
@@ -196,10 +196,10 @@ def _plan_transfer(
     words = union_of_sequence_bits(cells, jnp.where(is_cross_stream, parents, cells.sequences))
     is_copied = is_owned_by(cells, words) & is_in_range(cells, start, stop)
     args = parents, targets, is_cross_stream, start, stop
-    return plan_transfer(base, cells, *args, is_reserved=is_copied)
+    return plan_copies(base, cells, *args, is_reserved=is_copied)
 
 
-def plan_transfer(
+def plan_copies(
     base: C,
     source: Cells,
     parents: Int32[Array, " n"],

@@ -19,7 +19,7 @@ from jaxkv.kv.copy_pooled import (
     Place,
     num_chunks,
     places_of_chunk,
-    plan_transfer,
+    plan_copies,
     with_copies,
 )
 from jaxkv.kv.placement import FirstFit
@@ -36,7 +36,7 @@ def plan_insert(
 ) -> CopyPlan[C]:
     """Plan to replace each target by its parent, a sequence of another table."""
     everything = jnp.int32(0), jnp.int32(-1)
-    return plan_transfer(cells, source, parents, targets, targets < cells.sequences, *everything)
+    return plan_copies(cells, source, parents, targets, targets < cells.sequences, *everything)
 
 
 def can_insert(
@@ -62,11 +62,11 @@ def insert(
     targets: Int32[Array, " n"],
 ) -> tuple[C, Buffers]:
     """Replace each target by its parent, a sequence of another table; skip targets of Q or more."""
-    transfer = plan_insert(cells, source, parents, targets)
+    copies = plan_insert(cells, source, parents, targets)
     # Keys and values that were converted from another form are other numbers.
     form = dtype_names((source_buffers.k, source_buffers.v)), source_buffers.rotated
-    stamp = chain_hashes(transfer.new_cells.stamp, jnp.uint32(crc32(repr(form).encode())))
-    transfer = replace(transfer, new_cells=replace(transfer.new_cells, stamp=stamp))
+    stamp = chain_hashes(copies.new_cells.stamp, jnp.uint32(crc32(repr(form).encode())))
+    copies = replace(copies, new_cells=replace(copies.new_cells, stamp=stamp))
 
     def copy_chunk(
         chunk: jax.Array, both: tuple[Buffers, Buffers], *plan: jax.Array
@@ -91,12 +91,12 @@ def insert(
         return own, other
 
     # The buffers of the source are in the carry, since the loop is differentiable in its carry.
-    plan = transfer.origin, transfer.slots, transfer.num_copied
-    steps, limit = num_chunks(transfer.num_copied, cells.num_cells)
+    plan = copies.origin, copies.slots, copies.num_copied
+    steps, limit = num_chunks(copies.num_copied, cells.num_cells)
     buffers, _ = differentiable_fori_loop(
         copy_chunk, steps, limit, (buffers, source_buffers), *plan
     )
-    return with_copies(cells, source, transfer), buffers
+    return with_copies(cells, source, copies), buffers
 
 
 def make_empty_like(

@@ -172,10 +172,10 @@ class LayerKV:
         )
         return keys, values
 
-    def read_heads(self, read: Callable[[Any], Any]) -> LayerKV:
+    def read_heads(self, gather: Callable[[Any], Any]) -> LayerKV:
         """Read rows `[..., K, D]` from each array with a function, and split them into heads."""
         n, sizes = self.heads_per_row, self.sizes
-        keys, values = map_arrays(read, (self.keys, self.values))
+        keys, values = map_arrays(gather, (self.keys, self.values))
         return replace(
             self,
             keys=storage_of(keys).split_rows(n, sizes.head_dim),
@@ -248,9 +248,9 @@ class LatentKV(LayerKV):
         )
         return keys, self.values.slice_values(keys)
 
-    def read_heads(self, read: Callable[[Any], Any]) -> LayerKV:
+    def read_heads(self, gather: Callable[[Any], Any]) -> LayerKV:
         """Read rows `[..., K, D]` from each array with a function, and split them into heads."""
-        keys = storage_of(map_arrays(read, self.keys))
+        keys = storage_of(map_arrays(gather, self.keys))
         return replace(self, keys=keys.split_rows(self.heads_per_row, self.sizes.head_dim))
 
     def decode_heads(self) -> NewKV:

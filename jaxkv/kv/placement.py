@@ -114,7 +114,7 @@ class Placement:
         """Return what the repr of a cache shows."""
         return {"placement": self.name}
 
-    def saved_fields(self) -> dict[str, str | int]:
+    def snapshot_fields(self) -> dict[str, str | int]:
         """Return the static fields of a snapshot that name the placement."""
         return {"placement": self.name.partition(":")[0], "shards": self.stripes}
 

@@ -248,7 +248,7 @@ def seq_add(
     ok = can_seq_add(states, seq, start, stop, delta)
     moves = _find_moving_states(states, seq, start, stop) & ok
     states = _move_first_positions(states, seq, start, stop, lambda x: x + delta, ok)
-    moved = _move_pairs(states, states.position + delta, moves, jnp.array(False))
+    moved = _shift_positions(states, states.position + delta, moves, jnp.array(False))
     return moved, join_checks((ok, Reason.POSITION_OUT_OF_RANGE))
 
 
@@ -279,7 +279,7 @@ def seq_div(
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]
     number = jnp.maximum(divisor, 1)
     states = _move_first_positions(states, seq, start, stop, lambda x: x // number, divisor > 1)
-    moved = _move_pairs(states, states.position // number, moves, earlier)
+    moved = _shift_positions(states, states.position // number, moves, earlier)
     return moved, join_checks((divisor >= 1, Reason.ARGUMENT_OUT_OF_RANGE))
 
 
@@ -318,7 +318,7 @@ def _move_first_positions(
     return replace(states, first_position=states.first_position.at[place].set(first, **DROP))
 
 
-def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
+def _shift_positions(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
     """Set positions where `moves` is True, then remove the pairs that are True in `drop`.
 
     Also remove a pair if a later pair of the sequence has the same or a lower position.

@@ -85,7 +85,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "cells": table.num_cells,
             "sequences": table.sequences,
             "streams": table.streams,
-            "static": {**table.placement.saved_fields(), **static_fields(table)},
+            "static": {**table.placement.snapshot_fields(), **static_fields(table)},
             "ropes": to_json(buffers.ropes),
             "latent": [_slice_bounds(sizes.latent) for sizes in buffers.head_sizes],
         }
@@ -165,7 +165,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         }
 
         heads = [
-            take_cells(partial(_read_chunk, table, buffers.layer(i)), stream, cell, size=CHUNK)
+            take_cells(partial(_gather_chunk, table, buffers.layer(i)), stream, cell, size=CHUNK)
             for i in range(buffers.layers)
         ]
         return arrays, _with_layers(buffers, heads)
@@ -185,7 +185,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         forms["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
 
         heads = [
-            jax.eval_shape(_read_chunk, table, layer, each, each)
+            jax.eval_shape(_gather_chunk, table, layer, each, each)
             for layer in _unstack_layers(buffers)
         ]
         return forms, _with_layers(buffers, heads)
@@ -262,21 +262,21 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             layer = buffers.layer(i)
             keys, values = jax.tree.map(read, (names.k[i], names.v[i]))
             heads = replace(layer, keys=keys, values=values)
-            write = partial(_write_chunk, placed.table)
+            write = partial(_scatter_chunk, placed.table)
             layer = write_cells(write, layer, placed, heads, size=CHUNK)
             buffers = buffers.with_layer(i, layer)
         return buffers
 
 
 @jax.jit
-def _read_chunk(
+def _gather_chunk(
     table: CellTable, layer: LayerKV, streams: Int32[Array, " n"], cells: Int32[Array, " n"]
 ) -> LayerKV:
     return replicate(table, read_layer(table, layer, streams, cells))
 
 
 @partial(jax.jit, donate_argnums=1)
-def _write_chunk(
+def _scatter_chunk(
     table: CellTable,
     layer: LayerKV,
     heads: LayerKV,
@@ -290,9 +290,9 @@ def _write_chunk(
 def _plan(
     table: CellTable, source: Cells, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[CellTable, Int32[Array, "S N"], Int32[Array, "S N"], CopyDemand]:
-    transfer = plan_insert(table, source, parents, targets)
-    filled = with_copies(table, source, transfer).advance_version(table)
-    return filled, transfer.origin, transfer.slots, transfer.need
+    copies = plan_insert(table, source, parents, targets)
+    filled = with_copies(table, source, copies).advance_version(table)
+    return filled, copies.origin, copies.slots, copies.need
 
 
 def _read_fields(read: Read, seed: int) -> dict[str, np.ndarray]:

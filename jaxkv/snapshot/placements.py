@@ -28,7 +28,7 @@ def find_saved_placement(name: str, shards: int) -> Placement:
     if isinstance(name, str) and ":" not in name:
         known.append(UnknownPlacement(name))
     for placement in known:
-        if placement.saved_fields() == saved:
+        if placement.snapshot_fields() == saved:
             return placement
     raise ValueError(
         f"expected a placement with {shards} runs of cells, got {name!r}; save the snapshot again"

@@ -126,7 +126,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "first_position": host.first_position[stream, cell],
             "written": np.ones((len(buffers), len(cell)), bool),
         }
-        read = partial(_read_chunk, table, buffers)
+        read = partial(_gather_chunk, table, buffers)
         return arrays, take_cells(read, stream, cell, size=CHUNK)
 
     @staticmethod
@@ -140,7 +140,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         forms["first_position"] = each
         forms["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
         forms["written"] = jax.ShapeDtypeStruct((len(buffers), count), jnp.bool_)
-        return forms, jax.eval_shape(_read_chunk, table, buffers, each, each)
+        return forms, jax.eval_shape(_gather_chunk, table, buffers, each, each)
 
     @staticmethod
     def check_saved_table(table: StateTable, read: Read, sequences: list[int]) -> None:
@@ -216,7 +216,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     def write_buffers(buffers: Buffers, prefix: str, placed: SlotAssignment, read: Read) -> Buffers:
         """Write states into the assigned cells."""
         states = jax.tree.map(read, buffer_names(buffers, prefix))
-        write = partial(_write_chunk, placed.table)
+        write = partial(_scatter_chunk, placed.table)
         return write_cells(write, buffers, placed, states, size=CHUNK)
 
 
@@ -262,14 +262,14 @@ def _plan(
 
 
 @jax.jit
-def _read_chunk(
+def _gather_chunk(
     table: StateTable, buffers: Buffers, streams: Int32[Array, " n"], cells: Int32[Array, " n"]
 ) -> Buffers:
     return replicate(table, recurrent_buffers.read_cells(table, buffers, (streams, cells)))
 
 
 @partial(jax.jit, donate_argnums=1)
-def _write_chunk(
+def _scatter_chunk(
     table: StateTable,
     buffers: Buffers,
     states: Buffers,

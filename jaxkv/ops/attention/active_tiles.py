@@ -175,17 +175,15 @@ def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array,
     return x.reshape(-1, size, *x.shape[2:])
 
 
-def merge_blocks(
-    sums: OnlineSoftmax, active: ActiveTiles, lists: int, tokens: int
-) -> OnlineSoftmax:
+def join_blocks(sums: OnlineSoftmax, active: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
     """Undo `split_into_blocks` for the partial softmax of P lists, and drop padding tokens."""
     sums = jax.tree.map(
-        lambda x: _merge_array_blocks(x, lists, tokens, active.tokens_per_block), sums
+        lambda x: _join_array_blocks(x, lists, tokens, active.tokens_per_block), sums
     )
     return zero_unseen(sums, active.sees.reshape(lists, -1)[:, :tokens])
 
 
-def _merge_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
+def _join_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
     """Undo `split_into_blocks` for an array `[P * b, K, X, ...]`; return `[P, K, G * T, ...]`."""
     if x.shape[0] == lists:
         return x

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 
 from jaxkv.ops.attention.active_tiles import (
     find_active_tiles,
-    merge_blocks,
+    join_blocks,
     query_bounds_in_blocks,
     split_into_blocks,
 )
@@ -166,7 +166,7 @@ def attend(
             outputs=_softmax_shapes(*packed_q.shape[:3], v.shape[3]),
             interpret=interpret,
         )
-    return merge_blocks(
+    return join_blocks(
         OnlineSoftmax(*sums), active, *visibility.at.shape
     )  # Blocks without a tile are undefined.
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv.ops.attention.active_tiles import (
     TILE,
     find_active_tiles,
-    merge_blocks,
+    join_blocks,
     query_bounds_in_blocks,
     split_into_blocks,
 )
@@ -128,7 +128,7 @@ def attend(
         *(jax.tree.map(partial(_pin_buffers_to_hbm, interpret=interpret), x) for x in (k, v)),
     )
     sums = OnlineSoftmax(highest[..., 0], total[..., 0], out)
-    return merge_blocks(sums, active, *visibility.at.shape)  # Blocks without a pair are undefined.
+    return join_blocks(sums, active, *visibility.at.shape)  # Blocks without a pair are undefined.
 
 
 def _make_grid_spec(

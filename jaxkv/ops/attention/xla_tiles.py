@@ -13,7 +13,7 @@ from jaxkv.ops.attention.active_tiles import (
     TILE,
     ActiveTiles,
     find_active_tiles,
-    merge_blocks,
+    join_blocks,
     scalar_at,
     slice_of,
     split_into_blocks,
@@ -57,7 +57,7 @@ def attend_by_tiles(
     sums = add_tiles_one_by_one(
         packed_q, k, v, active, options, add_cells, convert_in_loop=convert_in_loop
     )
-    return merge_blocks(with_weights(*sums), active, lists, tokens)
+    return join_blocks(with_weights(*sums), active, lists, tokens)
 
 
 def add_tiles_one_by_one(
