@@ -126,8 +126,8 @@ def make_batch(
     Raises:
       ValueError: If token ids and embeddings are both given or both missing, or shapes differ.
       ValueError: If a list in a list of lists is empty.
-      ValueError: If a list or a NumPy array has a negative token id where `valid` is True. For such
-        a JAX array, the plan of the sequence has the reason `NEGATIVE_TOKEN`.
+      ValueError: If a list or a NumPy array has a negative token id where `valid` is True. For a
+        JAX array, the plan gives the sequence the reason `NEGATIVE_TOKEN`.
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
         into the 32 bits that JAX uses by default.

@@ -173,7 +173,7 @@ class Reason(IntEnum):
 
 
 class PlanRefusedError(RuntimeError):
-    """Error for a refused plan or edit, or if a snapshot or samples do not fit.
+    """Error for a refused plan or edit, or for a snapshot or samples that do not fit.
 
     No cache changes.
     """

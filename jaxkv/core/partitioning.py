@@ -112,8 +112,8 @@ class ShardingRules:
           sizes: sizes of the dimensions, by field name.
 
         Raises:
-          ValueError: If the number of streams or cells is above 1, but not a multiple of the number
-            of devices along the axes of this dimension.
+          ValueError: If the streams or the cells are more than 1, but not a multiple of the devices
+            along their axes.
           ValueError: If an axis would split two dimensions.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))

@@ -1,4 +1,4 @@
-"""One-line `repr` of values; a `repr` never raises."""
+"""One-line `repr` of values, which never raises."""
 
 from __future__ import annotations
 

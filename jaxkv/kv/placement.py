@@ -49,7 +49,7 @@ class StreamCells(NamedTuple):
 
     @property
     def open(self) -> Bool[Array, " N"]:
-        """Whether a token may get each cell."""
+        """Which cells a token may get."""
         return self.free if self.evictable is None else self.free | self.evictable
 
 

@@ -35,7 +35,7 @@ class CellRecord:
     owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
     shift: Position of each cell minus the position for which its key is rotated; 0 if empty.
     stamp: Number of each cell's keys and values; every overwrite of the cell changes this number.
-      A cell that a ubatch fills gets a hash of the version of its stream and of its index.
+      A cell that a ubatch fills gets a hash of its index and of the stream's version.
     content: Hash of each cell's token and of the position for which the key was computed. Copies
       and moves of a cell preserve this hash.
     user_fields: User fields by name, see `Cache.with_fields`; 0 for a new token.

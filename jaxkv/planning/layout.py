@@ -163,7 +163,7 @@ def _check_nonempty(tokens: int) -> None:
 
 
 def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Convert indices among the valid tokens, `[R, T]`, to batch indices."""
+    """Convert `part`, indices `[R, T]` into `valid_index`, to batch indices."""
     index = np.append(valid_index, NO_SLOT).astype(np.int32)
     return index[np.minimum(part, valid_index.size)]
 

@@ -68,7 +68,7 @@ class Chat:
 
     @property
     def num_cached(self) -> int:
-        """Number of tokens of the current conversation before the first token to compute."""
+        """Number of first tokens of the current conversation that are cached."""
         return self.now.index(num_held_tokens(self.cache, self.now.sequence))
 
     @property

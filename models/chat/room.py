@@ -41,11 +41,10 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
 def slide(chat: Chat) -> Chat:
     """Remove the oldest turns of the current conversation, by a context shift.
 
-    The tokens before the first message stay in the cache. If messages begin in the newer half of
-    the other tokens, the first of these messages and all later tokens stay. Otherwise, the newer
-    half stays. The texts of all turns stay in the conversation. All stored prefixes are evicted if
-    positions of cells change, since prefixes may share these cells. The chat is unchanged after an
-    exception.
+    The tokens before the first message stay in the cache. Of the other tokens the newer half stays,
+    from the first message that begins in it, if there is one. The texts of all turns stay in the
+    conversation. All stored prefixes are evicted if positions of cells change, since prefixes may
+    share these cells. The chat is unchanged after an exception.
 
     Raises:
       ChatError: If the cache has recurrent states.

@@ -22,7 +22,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 class InputError(Exception):
-    """Error for a request of the user that is not possible; the message is a sentence."""
+    """Error for a request that is not possible; the message is a whole sentence."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,8 +21,8 @@ from models.meshes import Split
 class InputSizes:
     """Sizes of the inputs of layers.
 
-    size: size of an input, P.
-    tokens: number of tokens that have inputs.
+    size: width of an input.
+    tokens: number of token ids that have inputs.
     padding: token whose inputs are used if a batch has embeddings instead of tokens, as for images.
     """
 

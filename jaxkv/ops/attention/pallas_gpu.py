@@ -225,10 +225,10 @@ def _kernel(
     """Attend from a block of tokens to the active tiles of this program, for one key head.
 
     Shapes: `[P * b, X, 4]` for `query_bounds`, `[P * b, K, X, D]` for `q`, `[S * L, K, N, ...]` for
-    `k` and `v`, and `[J, P * b, K, X, ...]` for outputs. `streams` counts the layers of a stack too
-    (s * L + l), but position and owners have only S streams. Program j of J adds the tiles from
-    `count * j // J` on. A value is its code times the scale of its cell, so the scale multiplies
-    the weight of the cell, but not the denominator.
+    `k` and `v`, and `[J, P * b, K, X, ...]` for outputs. `streams` are indices into a stack of
+    layers (s * L + l), but position and owners have only S streams. Program j of J adds the tiles
+    from `count * j // J` on. A value is its code times the scale of its cell, so the scale
+    multiplies the weight of the cell, but not the denominator.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]

@@ -23,8 +23,8 @@ def with_derivatives_of(
 ) -> Callable[..., OnlineSoftmax]:
     """Return `implementation` with the forward and reverse derivatives of `plain`."""
     # A loop with a data-dependent length has no reverse mode, and the fastest implementation may
-    # have slow derivatives. Visibility and options are arguments and not closed over: for a jitted
-    # step inside of `grad`, JAX computes the derivative after the trace of both has ended.
+    # have slow derivatives. Visibility and options are arguments: for a jitted step inside of
+    # `grad`, JAX computes the derivative after their trace has ended.
     differentiable = jax.custom_jvp(implementation)
     differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return differentiable

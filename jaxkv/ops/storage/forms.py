@@ -1,4 +1,4 @@
-"""The form of stored keys and values: of an array, for a dtype, and in a snapshot."""
+"""Forms of stored keys and values: by array, by dtype, by the entries of a snapshot."""
 
 from __future__ import annotations
 
