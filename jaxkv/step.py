@@ -48,8 +48,8 @@ class Step(Partitioned):
     ubatch: The ubatch. If it was refused or stale, its slots are past the last cell.
     is_stale: For each row, True if the ubatch is stale and the row has a token. The outputs of
       layers are NaN in this row.
-    written: Paths of the layers that were written with static layer numbers. Static.
     is_written: For a stacked cache, whether each layer was written; None for other caches.
+    written_paths: Paths of the layers that were written with static layer numbers. Static.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -69,7 +69,7 @@ class Step(Partitioned):
     ubatch: Ubatch
     is_stale: Bool[Array, " R"]
     is_written: Bool[Array, " L"] | None = None
-    written: frozenset[Path] = static_field(default=frozenset())
+    written_paths: frozenset[Path] = static_field(default=frozenset())
 
     @property
     def tokens(self) -> Int32[Array, "R T"] | None:
@@ -139,7 +139,9 @@ class Step(Partitioned):
         outputs of these layers are NaN.
         """
         layers = self.table.layers_to_write(self.buffers, self.ubatch)
-        missing = [(verb, number) for path, verb, number in layers if path not in self.written]
+        missing = [
+            (verb, number) for path, verb, number in layers if path not in self.written_paths
+        ]
         if missing and self.is_written is None:
             verb = missing[0][0]
             numbers = sorted(number for of_verb, number in missing if of_verb == verb)
@@ -167,13 +169,13 @@ class Step(Partitioned):
     def with_layer(self, path: Path, buffers: PyTree) -> Step:
         """Return the step after a layer was written; `buffers` are those of the layer's part."""
         *parts, number = path
-        is_written, written = self.is_written, self.written
+        is_written, written_paths = self.is_written, self.written_paths
         if is_written is not None:
             is_written |= jnp.arange(is_written.size, dtype=jnp.int32) == number
         if not is_traced(number):
-            written |= {path}
+            written_paths |= {path}
         buffers = _replace_at(self.buffers, parts, buffers)
-        return replace(self, buffers=buffers, is_written=is_written, written=written)
+        return replace(self, buffers=buffers, is_written=is_written, written_paths=written_paths)
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Step:
         """Return a `PartitionSpec` for each array of a step without buffers."""
@@ -195,7 +197,7 @@ def _replace_at(parts: PyTree, path: Sequence[int], new: PyTree) -> PyTree:
 
 def without_buffers(step: Step) -> Step:
     """Remove the fields that change from layer to layer, so that `jit` traces equal layers once."""
-    return replace(step, buffers=None, is_written=None, written=frozenset())
+    return replace(step, buffers=None, is_written=None, written_paths=frozenset())
 
 
 def step_partition_specs(step: Step, streams: tuple[str, ...]) -> Step:

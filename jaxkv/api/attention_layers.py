@@ -72,7 +72,7 @@ class AttentionLayers:
         """Return the output of the next layer; see `attend`."""
         layers = self.step.table.layers_to_write(self.step.buffers, self.step.ubatch)
         attends = [(number, path) for path, verb, number in layers if verb == "attend"]
-        left = [number for number, path in sorted(attends) if path not in self.step.written]
+        left = [number for number, path in sorted(attends) if path not in self.step.written_paths]
         if not left:
             raise ValueError(
                 f"expected {len(attends)} calls, one for each attention layer of the cache, got "

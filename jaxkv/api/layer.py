@@ -351,7 +351,7 @@ def _find_layer(
     part = step.part(*path[:-1])
     if is_traced(path[-1]):
         return path, part
-    if writes and path in step.written:
+    if writes and path in step.written_paths:
         raise ValueError(
             f"expected a step to write each layer once, after it read its states, got layer "
             f"{layer} again; give each layer of the model its own number, and look at written "
@@ -359,7 +359,7 @@ def _find_layer(
         )
     # In a stacked cache a traced number may have written the layer; else the layer reads NaN.
     is_known = step.is_written is None and part.table.stores(part.ubatch)
-    if not writes and is_known and path not in step.written:
+    if not writes and is_known and path not in step.written_paths:
         raise ValueError(
             f"expected layer {layer} with the keys of the step, got it before they are written; "
             "call attend with k and v, or write_kv, and use the step that it returns"
