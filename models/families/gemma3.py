@@ -14,7 +14,7 @@ from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
 from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm, gelu
+from models.families.layers import Attention, Feed, RMSNorm, gelu
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -59,7 +59,7 @@ class Block(nnx.Module):
         )
         self.after_attention_norm = norm(c.width)
         self.feed_norm = norm(c.width)
-        self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, gelu, dtype, rngs)
         self.after_feed_norm = norm(c.width)
 
     def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:

@@ -14,7 +14,7 @@ from models.families import gemma3, gemma3n_config, per_layer
 from models.families.altup import AltUp, Expansion, altup_weights, expansion_weights
 from models.families.caches import Attends
 from models.families.gemma3n_config import Config
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, gelu
+from models.families.layers import Attention, Feed, Linear, RMSNorm, gelu
 from models.families.sources import Sources
 
 ARCHITECTURES = ("gemma3n_text",)
@@ -47,7 +47,7 @@ class Block(nnx.Module):
         self.beside_norm = norm(c.width)
         self.feed_norm = norm(c.width)
         activation = partial(sparse_gelu, sparsity=c.sparsity[layer])
-        self.feed = GatedFeed(c.width, c.hidden[layer], activation, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden[layer], activation, dtype, rngs)
         self.after_feed_norm = norm(c.width)
         self.gate = per_layer.InputGate(c.width, c.inputs.size, c.eps, dtype, rngs)
 

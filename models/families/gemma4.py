@@ -14,7 +14,7 @@ from models.families import gemma3, gemma4_config, per_layer
 from models.families.caches import Attends
 from models.families.gemma4_config import Config
 from models.families.gemma4_experts import BesideExperts, beside_weights
-from models.families.layers import Attention, GatedFeed, RMSNorm, gelu
+from models.families.layers import Attention, Feed, RMSNorm, gelu
 from models.families.sources import Sources
 
 ARCHITECTURES = ("gemma4_text",)
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         self.after_attention_norm = norm(c.width)
         self.feed_norm = norm(c.width)
         hidden = c.hidden if c.writes(layer) else c.shared_hidden
-        self.feed = GatedFeed(c.width, hidden, gelu, dtype, rngs)
+        self.feed = Feed(c.width, hidden, gelu, dtype, rngs)
         if c.experts:
             self.experts = BesideExperts(c, dtype, rngs)
         self.after_feed_norm = norm(c.width)

@@ -18,7 +18,7 @@ from models.families import mamba2
 from models.families.caches import Attends, Layer
 from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import HybridConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -72,7 +72,7 @@ class Block(nnx.Module):
         else:
             self.mixer = mamba2.Mixer(c.mixer, layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         if c.experts:
             router = SoftmaxRouter(c.width, c.experts, c.experts_per_token, dtype, rngs)
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)

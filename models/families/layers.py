@@ -276,10 +276,11 @@ def store_mass(layer: nnx.Module, step: jaxkv.Step, mass: list[jax.Array]) -> No
         layer.mass = nnx.Intermediate(step.sum_by_stream(*mass))
 
 
-class GatedFeed(nnx.Module):
-    """A feed-forward part with a gate.
+class Feed(nnx.Module):
+    """A feed-forward part.
 
-    The gate and the up projection are one matrix product with weights `[2, hidden, width]`.
+    gated: whether the activation of a gate is multiplied by the up projection. If so, both are one
+      matrix product with weights `[2, hidden, width]`.
     """
 
     def __init__(
@@ -290,40 +291,23 @@ class GatedFeed(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         *,
+        gated: bool = True,
         bias: bool = False,
     ):
-        self.activation = activation
+        self.activation, self.gated = activation, gated
         inside = partial(Split, axis=1, parts=hidden, of="numbers inside", with_cells=True)
-        self.gate_up = Linear(width, (2, hidden), dtype, rngs, bias=bias, split=inside())
+        if gated:
+            self.gate_up = Linear(width, (2, hidden), dtype, rngs, bias=bias, split=inside())
+        else:
+            self.up = Linear(width, hidden, dtype, rngs, bias=bias, split=inside(axis=0))
         self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside())
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
+        if not self.gated:
+            return self.down(self.activation(self.up(x)))
         gate, up = jnp.unstack(self.gate_up(x), axis=-2)
         return self.down(self.activation(gate) * up)
-
-
-class Feed(nnx.Module):
-    """A feed-forward part without a gate."""
-
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        activation: Callable[[jax.Array], jax.Array],
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        *,
-        bias: bool = False,
-    ):
-        self.activation = activation
-        inside = partial(Split, parts=hidden, of="numbers inside", with_cells=True)
-        self.up = Linear(width, hidden, dtype, rngs, bias=bias, split=inside(axis=0))
-        self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside(axis=1))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
-        return self.down(self.activation(self.up(x)))
 
 
 def relu2(x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
 from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -72,7 +72,7 @@ class Block(nnx.Module):
             )
             self.feed = Experts(c.width, c.hidden, c.experts, router, dtype, rngs)
         else:
-            self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+            self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:
         """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""

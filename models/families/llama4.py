@@ -20,7 +20,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families import gemma3
 from models.families.experts import Experts, SigmoidRouter
 from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -90,7 +90,7 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.sparse = c.sparse[layer]
         hidden = c.expert_hidden if self.sparse else c.hidden
-        self.feed = GatedFeed(c.width, hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, hidden, jax.nn.silu, dtype, rngs)
         if self.sparse:
             router = SigmoidRouter(c.width, c.experts, c.experts_per_token, dtype, rngs)
             sizes = c.width, c.expert_hidden, c.experts

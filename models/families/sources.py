@@ -84,7 +84,7 @@ class Sources:
         bias: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> dict[str, dict]:
-        """Return the tensors for a `GatedFeed`; `names` are those of gate, up and down matrix."""
+        """Return the tensors for a `Feed`; `names` are those of gate, up and down matrix."""
         gate, up, down = (f"{name}.{part}" for part in names)
         return {
             "gate_up": self.linear(gate, up, bias=bias, parts=1),
