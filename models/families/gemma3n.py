@@ -35,7 +35,6 @@ class Block(nnx.Module):
             rngs,
             rope=c.ropes[layer],
             bias=c.bias,
-            output_bias=c.bias,
             norm=norm,
             value_norm=norm(c.head_dim, weighted=False),
             scale=1.0,
@@ -111,7 +110,6 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             f"{layer}.self_attn",
             kv_heads=c.kv_heads,
             bias=c.bias,
-            output_bias=c.bias,
             norms="norm",
             letters="qkv" if c.writes(i) else "q",
         )

@@ -35,7 +35,6 @@ class Block(nnx.Module):
             rngs,
             rope=c.ropes[layer],
             bias=c.bias,
-            output_bias=c.bias,
             norm=norm,
             value_norm=norm(head_dim, weighted=False),
             scale=c.scale,
@@ -100,7 +99,6 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             f"{layer}.self_attn",
             kv_heads=c.sizes[i][0],
             bias=c.bias,
-            output_bias=c.bias,
             norms="norm",
             letters=letters if c.writes(i) else "q",
         )

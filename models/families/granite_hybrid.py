@@ -66,7 +66,6 @@ class Block(nnx.Module):
                 rngs,
                 rope=c.rope,
                 bias=c.bias,
-                output_bias=c.bias,
                 scale=c.scale,
             )
         else:
@@ -144,7 +143,6 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
 
     def block(i: int, layer: str) -> dict:
-        bias = config.bias
         tree = {
             "mix_norm": source.norm(f"{layer}.input_layernorm"),
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
@@ -155,7 +153,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
         if config.attends[i]:
             tree["mixer"] = source.attention(
-                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
+                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=config.bias
             )
         else:
             tree["mixer"] = mamba2.mixer_weights_of(source, config.mixer, f"{layer}.mamba")

@@ -158,7 +158,7 @@ class Attention(nnx.Module):
     axes: for a rope with positions on several axes, the axis of each pair, see `Rope.rotate`. The
       positions are those of the step plus `step.extra["rope_offsets"]`, `[R, T, axes]`, if given.
     bias: whether `qkv` has biases.
-    output_bias: whether `output` has a bias.
+    output_bias: whether `output` has a bias; None for the value of `bias`.
     norm: function that makes a norm with an attribute `size`, given the size of a vector. The
       function is called once for queries and once for keys. None for no norms.
     joint_norms: whether all query heads of a token are normalised as one vector, and all key heads
@@ -183,7 +183,7 @@ class Attention(nnx.Module):
         rope: Rope | None,
         axes: tuple[int, ...] | None = None,
         bias: bool = False,
-        output_bias: bool = False,
+        output_bias: bool | None = None,
         norm: Callable[[int], Any] | None = None,
         joint_norms: bool = False,
         value_norm: RMSNorm | None = None,
@@ -206,6 +206,7 @@ class Attention(nnx.Module):
         self.qkv = Linear(
             c.width, (c.kv_heads, size), dtype, rngs, bias=bias, split=by_head(axis=0)
         )
+        output_bias = bias if output_bias is None else output_bias
         self.output = Linear(
             c.heads * c.head_dim, c.width, dtype, rngs, bias=output_bias, split=by_head(axis=1)
         )

@@ -83,7 +83,6 @@ class Block(nnx.Module):
             rngs,
             rope=rope,
             bias=c.bias,
-            output_bias=c.bias,
             norm=unit_norm if c.qk_norm and rope else None,
             query_factor=c.query_factor if c.temperature and rope is None else None,
         )
@@ -150,7 +149,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `Llama4`."""
-    source, bias = Sources(checkpoint), config.bias
+    source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
         both = f"{name}.experts.gate_up_proj"
@@ -166,7 +165,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         tree = {
             "attention_norm": source.norm(f"{layer}.input_layernorm"),
             "attention": source.attention(
-                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
+                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=config.bias
             ),
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
             "feed": source.gated_feed(f"{feed}.shared_expert" if sparse else feed),

@@ -56,7 +56,7 @@ class Sources:
         *,
         kv_heads: int,
         bias: bool = False,
-        output_bias: bool = False,
+        output_bias: bool | None = None,
         output: str = "o_proj",
         norms: str | None = None,
         letters: str = "qkv",
@@ -70,7 +70,9 @@ class Sources:
         names = (f"{name}.{letter}_proj" for letter in letters)
         tree = {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1, arrange=arrange),
-            "output": self.linear(f"{name}.{output}", bias=output_bias),
+            "output": self.linear(
+                f"{name}.{output}", bias=bias if output_bias is None else output_bias
+            ),
         }
         if norms:
             normed = [letter for letter in letters if letter in "qk"]
