@@ -19,7 +19,7 @@ from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import gemma3
 from models.families.experts import Experts, SigmoidRouter
-from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
+from models.families.language_model import LanguageModel, WindowedConfig, attention_fields
 from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
@@ -28,11 +28,10 @@ ARCHITECTURES = ("llama4_text",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(WindowedConfig):
     """Configuration of Llama 4; other fields are in `models.families.language_model`.
 
     hidden: inner size of the feed-forward parts of layers without experts.
-    windows: window of each layer; None for full attention.
     ropes: rotary embedding of each layer; None for no rotation.
     qk_norm: whether rotated queries and keys are normalised.
     norm_eps: epsilon of these norms.
@@ -46,7 +45,6 @@ class Config(AttentionConfig):
     """
 
     hidden: int
-    windows: tuple[Window | None, ...]
     ropes: tuple[Rope | None, ...]
     qk_norm: bool
     norm_eps: float
@@ -57,11 +55,6 @@ class Config(AttentionConfig):
     experts_per_token: int
     expert_hidden: int
     bias: bool = False
-
-    @property
-    def layers(self) -> int:
-        """Number of layers, L."""
-        return len(self.windows)
 
     def query_factor(self, positions: jax.Array) -> jax.Array:
         """Return the factors of queries at positions `[R, T]`, in layers without rotation."""
