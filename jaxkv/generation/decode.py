@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
+from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import (
@@ -21,7 +22,6 @@ from jaxkv.generation.model_step import (
     model_step,
     no_edit,
     own_or_copied_buffers,
-    program_of,
 )
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import (
@@ -133,7 +133,7 @@ def decode(
         cache, state, made = _decode(forward, edit, *args, num_tokens)
         return DecodeResult(cache, state, *made)
     table, buffers = own_or_copied_buffers(cache, donate)
-    loop = program_of(_build_decode_program, forward, edit)
+    loop = cached_program(_build_decode_program, forward, edit)
     args = attach_node_types(sampler), params, table, buffers, state, ending
     table, buffers, next_state, samples = loop(*args, num_tokens=num_tokens)
     # The ids in the input state can be read before the program ends; those in the output cannot.

@@ -38,16 +38,7 @@ loop. Pass the same function in every call: a new lambda is compiled again.
 
 def compiled_step(forward: Forward, edit: Edit | None = None) -> jax.stages.Wrapped:
     """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`."""
-    return program_of(_build_step_program, forward, edit)
-
-
-def program_of(
-    build: Callable[..., jax.stages.Wrapped], forward: Forward, edit: Edit | None
-) -> jax.stages.Wrapped:
-    """Return the program that `build` makes from getters of a model function and an edit."""
-    if edit is None:
-        return cached_program(build, forward)
-    return cached_program(build, forward, edit)
+    return cached_program(_build_step_program, forward, edit)
 
 
 def no_edit() -> None:

@@ -15,7 +15,7 @@ from jaxkv.batch import make_batch
 from jaxkv.cache import merge
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.pytree import pytree_dataclass
-from jaxkv.generation.model_step import Edit, Forward, model_step, no_edit, program_of
+from jaxkv.generation.model_step import Edit, Forward, model_step, no_edit
 from jaxkv.planning.layout import rank_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.serving.prefix_cache.prompts import ModelInputs
@@ -143,17 +143,14 @@ def empty_chunk(shape: ChunkShape, extra: Mapping[str, Shaped[np.ndarray, "0 ...
     )
 
 
-def chunk_program(forward: Forward, edit: Edit | None) -> jax.stages.Wrapped:
-    """Return the compiled program that computes a chunk.
+def build_chunk_program(
+    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
+) -> jax.stages.Wrapped:
+    """Return the compiled program that computes a chunk, given getters; see `cached_program`.
 
     The logits `[Q, V]` are 0 for sequences whose prompt does not end in the chunk.
     """
-    return program_of(_build_chunk_program, forward, edit)
 
-
-def _build_chunk_program(
-    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
-) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def run(params: PyTree, table: CacheTable, buffers: PyTree, chunk: Chunk) -> tuple:
         count, shape = table.spec.sequences, chunk.valid.shape
