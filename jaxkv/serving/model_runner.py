@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from jaxkv.api.edits import seq_rm
-from jaxkv.cache import Cache, merge
-from jaxkv.core.compile_cache import cached_program
+from jaxkv.cache import Cache
 from jaxkv.core.donation import is_donated
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.constraints import make_constrained_sampler
@@ -23,10 +22,10 @@ from jaxkv.generation.state import DecodeState, make_decode_state
 from jaxkv.serving.prefill_chunks import (
     Chunk,
     PromptPart,
-    build_chunk_program,
     chunk_shapes,
     cut_chunk,
     empty_chunk,
+    run_chunk,
 )
 from jaxkv.serving.request import (
     EngineConfig,
@@ -158,11 +157,9 @@ class ModelRunner:
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
-        program = cached_program(build_chunk_program, self._forward, self._edit)
-        table, buffers, logits, plan = program(
-            self._params, self.cache.table, self.cache.buffers, chunk
+        self.cache, logits, plan = run_chunk(
+            self._forward, self._params, self.cache, chunk, edit=self._edit, donate=True
         )
-        self.cache = merge(table, buffers)
         return logits, plan
 
     def _sample_first_tokens(
