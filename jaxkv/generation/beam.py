@@ -242,14 +242,10 @@ def beam(
     Hugging Face: `generate` with `num_beams`, `length_penalty` and `early_stopping="never"`; its
     `sequences_scores` are the normalised scores. llama.cpp: the removed `llama_beam_search`.
     """
-    num_beams, num_tokens = (
-        check_count(num_beams, "num_beams"),
-        check_count(num_tokens, "num_tokens"),
-    )
-    row, ending = (
-        _logits_as_row(logits),
-        check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens"),
-    )
+    num_beams = check_count(num_beams, "num_beams")
+    num_tokens = check_count(num_tokens, "num_tokens")
+    row = _logits_as_row(logits)
+    ending = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
     if np.ndim(ending) != 1:
         raise ValueError(
             f"expected stop tokens [n], got the shape {np.shape(ending)}; pass a flat list"
