@@ -145,10 +145,8 @@ def generate(
     is_own_cache = cache is None
     if spec is not None and cache is None:
         drafted = 0 if drafter is None else drafter.num_draft_tokens
-        longest = max(map(len, lists)) + max_new_tokens + drafted
-        cells = -(-longest // ROUND) * ROUND
-        sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}
-        cache = make_cache(spec, cells=cells, dtype=dtype, **sizes)
+        cells = max(map(len, lists)) + max_new_tokens + drafted
+        cache = _make_cache(spec, dtype, cells, count, max_rollback=drafted or None)
     elif spec is not None or cache is None:
         arguments = "neither" if spec is None else "both"
         raise ValueError(
@@ -163,9 +161,6 @@ def generate(
     cache, logits = _prefill_samples(
         forward, params, cache, lists, inputs, num_samples, stop_tokens, edit, donate=is_own_cache
     )
-    seed = check_seed(seed, count)
-    if num_samples > 1 and not np.ndim(seed):
-        seed = _fold_samples(seed, np.divmod(np.arange(count, dtype=np.int32), num_samples))
     last_tokens = np.repeat(np.cumsum([len(tokens) for tokens in lists]) - 1, num_samples)
     out = init_decode(
         cache,
@@ -174,7 +169,7 @@ def generate(
         sampler=sampler,
         stop_tokens=stop_tokens,
         max_new_tokens=max_new_tokens,
-        seed=seed,
+        seed=_keys_of_samples(check_seed(seed, count), count, num_samples=num_samples),
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
         extra=jax.tree.map(lambda x: x[last_tokens], inputs),
     )
@@ -192,6 +187,20 @@ def generate(
         num_remaining -= size
     _warn_of_early_ends(np.asarray(out.finish_reason))
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
+
+
+def _make_cache(
+    spec: CacheSpec,
+    dtype: jax.typing.DTypeLike,
+    cells: int,
+    sequences: int,
+    *,
+    max_rollback: int | None,
+) -> Cache:
+    """Make a cache with a stream for each sequence; `cells` is rounded up, see `ROUND`."""
+    cells = -(-cells // ROUND) * ROUND
+    sizes = {"sequences": sequences, "streams": sequences, "max_rollback": max_rollback}
+    return make_cache(spec, cells=cells, dtype=dtype, **sizes)
 
 
 def _prefill_samples(
@@ -248,6 +257,12 @@ def _warn_of_early_ends(codes: Int32[np.ndarray, " Z"]) -> None:
             "NONFINITE_LOGITS check the params and `forward`",
             stacklevel=3,
         )
+
+
+def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:
+    if np.ndim(seed) or num_samples == 1:
+        return seed
+    return _fold_samples(seed, np.divmod(np.arange(count, dtype=np.int32), num_samples))
 
 
 @jax.jit

@@ -216,12 +216,13 @@ def _speculate(
         return jnp.any(progress.state.active & (_num_sampled(progress.made) < num_tokens))
 
     def body(progress: _Progress) -> _Progress:
-        made, done, at = progress.made, _num_sampled(progress.made), progress.at
-        active = progress.state.active & (done < num_tokens)
+        made, state, at = progress.made, progress.state, progress.at
+        done = _num_sampled(made)
+        active = state.active & (done < num_tokens)
         is_drafting = active & progress.drafting
-        drafter, draft = progress.drafter.propose(setup.sampler, progress.state, is_drafting, at)
+        drafter, draft = progress.drafter.propose(setup.sampler, state, is_drafting, at)
         # A step samples one more token than the draft has.
-        room = jnp.minimum(num_tokens - done, progress.state.remaining) - 1
+        room = jnp.minimum(num_tokens - done, state.remaining) - 1
         may = is_drafting[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
         if setup.sequences is None:
             draft = draft._replace(valid=draft.valid & may)
@@ -234,21 +235,18 @@ def _speculate(
             num_drafted = jnp.sum(nodes.first, axis=(1, 2), dtype=jnp.int32)
             cache, result = _run_draft_width_step(setup, draft, active, progress)
             after = result.tokens[:, :-1]
-        fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
+        fed = jnp.concatenate([state.token[:, None], after], axis=1)
         num_drafted = jnp.where(result.num_tokens > 0, num_drafted, 0)
         # A sequence that ends with invalid logits has a log-probability of NaN, but no token.
         broken = active & (result.state.reason == Reason.NONFINITE_LOGITS)
+        num_logprobs = result.num_tokens + broken
         return _Progress(
             cache=cache,
             state=result.state,
-            drafter=drafter.update(
-                progress.state.sequence, at, fed, result.num_tokens, result.features
-            ),
+            drafter=drafter.update(state.sequence, at, fed, result.num_tokens, result.features),
             made=_DraftedTokens(
                 tokens=_append_rows(made.tokens, done, result.tokens, result.num_tokens),
-                logprobs=_append_rows(
-                    made.logprobs, done, result.logprobs, result.num_tokens + broken
-                ),
+                logprobs=_append_rows(made.logprobs, done, result.logprobs, num_logprobs),
                 num_model_steps=made.num_model_steps + active,
                 num_drafted=made.num_drafted + num_drafted,
                 num_accepted=made.num_accepted + result.accepted,
