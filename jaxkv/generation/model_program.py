@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -58,7 +57,6 @@ class ModelProgram:
     def _build(
         self, forward: Callable[[], Callable], edit: Callable[[], Callable] | None = None
     ) -> jax.stages.Wrapped:
-        @partial(jax.jit, static_argnames=self._static, donate_argnames="buffers")
         def program(
             params: PyTree, table: CacheTable, buffers: PyTree, *args: PyTree, **options: Any
         ) -> tuple:
@@ -66,7 +64,8 @@ class ModelProgram:
             cache, *rest = self._run(forward(), params, merge(table, buffers), *args, **options)
             return cache.table, cache.buffers, *rest
 
-        return program
+        program.__name__ = self._run.__name__.strip("_")  # as profiles show it
+        return jax.jit(program, static_argnames=self._static, donate_argnames="buffers")
 
 
 def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
