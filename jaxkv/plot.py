@@ -126,14 +126,9 @@ def occupancy(
     if caches:
         views = [[part.cells() for part in cache.parts] for cache in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
-        counts = np.stack(
-            [
-                np.sum([_cells_per_owner(view) for view in cache_views], axis=0)
-                for cache_views in views
-            ],
-            axis=1,
-        )
-        used = {seq: row.tolist() for seq, row in enumerate(counts) if row.any()}
+        owners = [np.concatenate([view.owner.ravel() for view in of_cache]) for of_cache in views]
+        counts = [np.bincount(x[x >= 0], minlength=views[0][0].sequences) for x in owners]
+        used = {seq: row.tolist() for seq, row in enumerate(np.transpose(counts)) if row.any()}
         if used:
             colours = [colour_of(seq) for seq in used]
             heights = [[*counts, counts[-1]] for counts in used.values()]
@@ -234,12 +229,6 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     ax.set_xticks([])
     ax.spines[["top", "right", "bottom"]].set_visible(False)
     return ax
-
-
-def _cells_per_owner(view: CellView) -> np.ndarray:
-    """Count the cells of each sequence, `[Q]`; a shared cell counts for the lowest owner id."""
-    owner = view.owner
-    return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
 
 def _ensure_axes(ax: Axes | None) -> Axes:

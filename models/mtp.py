@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import generation
+from jaxkv.generation.model_program import ModelProgram
 from models.errors import ModelError, few
 from models.families import gated_delta, mtp
 from models.model import Model, functional, on_mesh, problems_of, read_params
@@ -90,7 +90,7 @@ def mtp_drafter(
     batch = jaxkv.make_batch(prompts, outputs=np.ones(sum(lengths), bool), extra=extra)
     plan = jaxkv.init_batch(cache, batch)
     for ubatch in plan.check().ubatches:
-        cache, features = _program(model.forward)(model.params, cache, ubatch)
+        cache, features = _FEATURES(model.forward, model.params, cache, ubatch, donate=True)
         found.append(features)
     features = plan.gather_outputs(found)
     last = np.cumsum(lengths) - 1
@@ -110,13 +110,11 @@ def mtp_drafter(
     )
 
 
-@lru_cache(maxsize=8)
-def _program(forward: Callable) -> Callable:
-    """Return a jitted function that runs a ubatch, and returns the cache and the features."""
+def _features_of_ubatch(
+    forward: Callable, params: Any, cache: jaxkv.Cache, ubatch: jaxkv.Ubatch
+) -> tuple[jaxkv.Cache, jax.Array]:
+    step, _, features = forward(params, jaxkv.apply(cache, ubatch))
+    return step.cache, features
 
-    @jax.jit
-    def run(params: Any, cache: jaxkv.Cache, ubatch: Any) -> tuple[jaxkv.Cache, jax.Array]:
-        step, _, features = forward(params, jaxkv.apply(cache, ubatch))
-        return step.cache, features
 
-    return run
+_FEATURES = ModelProgram(_features_of_ubatch)

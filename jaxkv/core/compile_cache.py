@@ -11,13 +11,15 @@ P = TypeVar("P")
 _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
-def cached_program(build: Callable[..., P], *functions: Callable) -> P:
+def cached_program(build: Callable[..., P], forward: Callable, edit: Callable | None = None) -> P:
     """Build a program for the given functions, or return the program that was built earlier.
 
-    Two bound methods with the same function and object have the same program. `build` is
-    called with one getter for each function; a getter returns its function. Getters have only weak
-    references, so the caller must keep the functions alive while the program runs.
+    Two bound methods with the same function and object have the same program. `build` is called
+    with one getter for each function, so without an edit with one; a getter returns its function.
+    Getters have only weak references, so the caller must keep the functions alive while the program
+    runs.
     """
+    functions = [forward] if edit is None else [forward, edit]
     for function in functions:
         if not callable(function):
             raise TypeError(f"expected a function, got {type(function)}; pass forward first")

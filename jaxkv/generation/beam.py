@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxkv.api.edits import seq_rm, seq_select
 from jaxkv.batch import check_extra
-from jaxkv.cache import Cache, merge, split
+from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_concrete, is_traced
-from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
+from jaxkv.generation.model_program import ModelProgram
+from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.generation.results import BeamResult
 from jaxkv.generation.sample_step import check_prompts_present
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from jaxkv.core.types import Ids
     from jaxkv.generation.types import StopTokens
-    from jaxkv.table import CacheTable
 
 
 class Hypotheses(NamedTuple):
@@ -243,14 +242,10 @@ def beam(
     Hugging Face: `generate` with `num_beams`, `length_penalty` and `early_stopping="never"`; its
     `sequences_scores` are the normalised scores. llama.cpp: the removed `llama_beam_search`.
     """
-    num_beams, num_tokens = (
-        check_count(num_beams, "num_beams"),
-        check_count(num_tokens, "num_tokens"),
-    )
-    row, ending = (
-        _logits_as_row(logits),
-        check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens"),
-    )
+    num_beams = check_count(num_beams, "num_beams")
+    num_tokens = check_count(num_tokens, "num_tokens")
+    row = _logits_as_row(logits)
+    ending = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
     if np.ndim(ending) != 1:
         raise ValueError(
             f"expected stop tokens [n], got the shape {np.shape(ending)}; pass a flat list"
@@ -266,14 +261,10 @@ def beam(
         lambda x: jnp.broadcast_to(x, (num_beams, *x.shape)), check_extra(extra, ()) or None
     )
     args = row, ending, ids, _check_length_penalty(length_penalty), inputs
-    if is_traced(params, cache, args):
-        cache, result = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
-        return BeamResult(cache, *result)
-    check_prompts_present(cache.seq_pos_max(ids[:1]), ids[:1], np.ones(1, bool))
-    table, buffers = own_or_copied_buffers(cache, donate)
-    search = cached_program(_build_search_program, forward)
-    table, buffers, result = search(params, table, buffers, *args, num_tokens=num_tokens)
-    return BeamResult(merge(table, buffers), *result)
+    if not is_traced(params, cache, args):
+        check_prompts_present(cache.seq_pos_max(ids[:1]), ids[:1], np.ones(1, bool))
+    options = {"donate": donate, "num_tokens": num_tokens}
+    return BeamResult(*_SEARCH(forward, params, cache, *args, **options))
 
 
 def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
@@ -328,18 +319,6 @@ def _check_sequences(
     return ids
 
 
-def _build_search_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
-    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
-    def search(
-        params: PyTree, table: CacheTable, buffers: PyTree, *args: PyTree, num_tokens: int
-    ) -> tuple:
-        cache = merge(table, buffers)
-        cache, result = _run_search(forward(), params, cache, *args, num_tokens=num_tokens)
-        return cache.table, cache.buffers, result
-
-    return search
-
-
 def _run_search(
     forward: Forward,
     params: PyTree,
@@ -351,8 +330,8 @@ def _run_search(
     extra: dict[str, Shaped[Array, "k ..."]] | None,
     *,
     num_tokens: int,
-) -> tuple[Cache, tuple]:
-    """Return the cache, then a tuple of the other fields of `BeamResult`."""
+) -> tuple:
+    """Return the fields of `BeamResult`."""
     sequences = jnp.asarray(sequences)
     vocabulary = logits.shape[1]
     begins = last_positions(cache.table)[sequences[0]] + 1
@@ -384,7 +363,10 @@ def _run_search(
     )
     best = select_best(search.ended, search.living, length_penalty)
     cache, num_cached = _trim_sequences(cache, search, best, sequences, begins)
-    return cache, replicate(cache.table, (*best, num_cached, search.reason))
+    return cache, *replicate(cache.table, (*best, num_cached, search.reason))
+
+
+_SEARCH = ModelProgram(_run_search, "num_tokens")
 
 
 def _trim_sequences(

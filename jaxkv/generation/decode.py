@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, merge, split
-from jaxkv.core.array_utils import is_traced
+from jaxkv.cache import Cache, split
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import (
-    Edit,
-    Forward,
-    model_step,
-    no_edit,
-    own_or_copied_buffers,
-    program_of,
-)
+from jaxkv.generation.model_program import ModelProgram
+from jaxkv.generation.model_step import Edit, Forward, model_step
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import (
     SampledTokens,
@@ -45,7 +36,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree
 
     from jaxkv.generation.types import StopTokens
-    from jaxkv.table import CacheTable
 
 
 def decode(
@@ -128,50 +118,24 @@ def decode(
     if not state.token.shape[0]:
         return DecodeResult(cache, state, *empty_samples(0, num_tokens))
     ending = check_stop_tokens(stop_tokens, state.token.shape[0])
-    if is_traced(sampler, params, cache, state, ending):
-        args = sampler, params, cache, state, ending
-        cache, state, made = _decode(forward, edit, *args, num_tokens)
-        return DecodeResult(cache, state, *made)
-    table, buffers = own_or_copied_buffers(cache, donate)
-    loop = program_of(_build_decode_program, forward, edit)
-    args = attach_node_types(sampler), params, table, buffers, state, ending
-    table, buffers, next_state, samples = loop(*args, num_tokens=num_tokens)
-    # The ids in the input state can be read before the program ends; those in the output cannot.
-    return DecodeResult(
-        merge(table, buffers), replace(next_state, sequence=state.sequence), *samples
+    args = attach_node_types(sampler), state, ending
+    cache, next_state, samples = _DECODE(
+        forward, params, cache, *args, edit=edit, donate=donate, num_tokens=num_tokens
     )
-
-
-def _build_decode_program(
-    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
-) -> jax.stages.Wrapped:
-    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
-    def loop(
-        sampler: TreeWithTypes[Sampler],
-        params: PyTree,
-        table: CacheTable,
-        buffers: PyTree,
-        state: DecodeState,
-        stop_tokens: jax.Array,
-        *,
-        num_tokens: int,
-    ) -> tuple:
-        args = sampler.value, params, merge(table, buffers), state, stop_tokens
-        cache, *rest = _decode(forward(), edit(), *args, num_tokens)
-        return cache.table, cache.buffers, *rest
-
-    return loop
+    # The ids in the input state can be read before the program ends; those in the output cannot.
+    return DecodeResult(cache, replace(next_state, sequence=state.sequence), *samples)
 
 
 def _decode(
     forward: Forward,
-    edit: Edit | None,
-    sampler: Sampler,
     params: PyTree,
     cache: Cache,
+    sampler: TreeWithTypes[Sampler],
     state: DecodeState,
     stop_tokens: Int32[Array | np.ndarray, "Z n"],
+    *,
     num_tokens: int,
+    edit: Edit | None = None,
 ) -> tuple[Cache, DecodeState, SampledTokens]:
     def should_continue(carry: tuple) -> jax.Array:
         _, state, _, i = carry
@@ -184,7 +148,9 @@ def _decode(
         plan = plan_next(table, *next_tokens, state.extra_of_tokens(1))
         cache, logits = model_step(forward, params, cache, plan.ubatches[0], edit=edit)
         active = state.active & plan.ok
-        state, token, logprob = sample_next_tokens(sampler, logits, state, stop_tokens, active)
+        state, token, logprob = sample_next_tokens(
+            sampler.value, logits, state, stop_tokens, active
+        )
         new = SampledTokens(token, logprob)
         samples = jax.tree.map(lambda all_, column: all_.at[:, i].set(column), samples, new)
         # A refused step leaves the cache unchanged. A sequence that does not fit ends; the other
@@ -202,3 +168,6 @@ def _decode(
     cache, state, samples, _ = jax.lax.while_loop(should_continue, body, carry)
     table = cache.table
     return cache, *replicate(table, (update_last_token_hashes(table, state), samples))
+
+
+_DECODE = ModelProgram(_decode, "num_tokens")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from jaxkv.api.apply import apply
 from jaxkv.batch import Batch, make_batch
-from jaxkv.cache import Cache, merge
-from jaxkv.core.array_utils import is_concrete, is_traced
-from jaxkv.core.compile_cache import cached_program
-from jaxkv.generation.model_step import own_or_copied_buffers
+from jaxkv.cache import Cache
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.generation.model_program import ModelProgram
 from jaxkv.generation.results import PrefillResult
 from jaxkv.planning.planners import init_batch
 from jaxkv.ubatch import Ubatch
@@ -24,7 +20,6 @@ if TYPE_CHECKING:
     from jaxkv.core.types import Tokens
     from jaxkv.step import Step
 from jaxkv.step import Step
-from jaxkv.table import CacheTable
 
 Encoder = Callable[[Any, Step], Step]
 """Function `(params, step) -> step`; the step has the tokens of sources."""
@@ -91,27 +86,17 @@ def encode(
     (ubatch,) = plan.ubatches
     if is_concrete(plan.ok):
         plan.check()
-    if not is_traced(params, cache, ubatch):
-        run = cached_program(_build_encode_program, encoder)
-        cache = merge(*run(params, *own_or_copied_buffers(cache, donate), ubatch))
-    else:
-        cache = _encode_ubatch(encoder, params, cache, ubatch)
+    (cache,) = _ENCODE(encoder, params, cache, ubatch, donate=donate)
     return PrefillResult(cache, None, None, plan.ok, plan.reason)
 
 
-def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> Cache:
+def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> tuple[Cache]:
     step = encoder(params, apply(cache, ubatch))
     if not isinstance(step, Step):
         raise ValueError(
             f"expected a step from encoder, got {type(step)}; return the step of the last write_kv"
         )
-    return step.cache
+    return (step.cache,)
 
 
-def _build_encode_program(encoder: Callable[[], Encoder]) -> jax.stages.Wrapped:
-    @partial(jax.jit, donate_argnames="buffers")
-    def run(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
-        cache = _encode_ubatch(encoder(), params, merge(table, buffers), ubatch)
-        return cache.table, cache.buffers
-
-    return run
+_ENCODE = ModelProgram(_encode_ubatch)

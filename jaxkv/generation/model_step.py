@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.api.apply import apply
-from jaxkv.cache import Cache, merge
-from jaxkv.core.compile_cache import cached_program
-from jaxkv.core.donation import check_not_donated
+from jaxkv.cache import Cache
+from jaxkv.generation.model_program import ModelProgram
 from jaxkv.step import Step
 from jaxkv.table import check_made_for
 from jaxkv.ubatch import Ubatch, placed_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
-
-    from jaxkv.table import CacheTable
-
-X = TypeVar("X")
 
 Forward = Callable[[Any, Step], tuple[Step, jax.Array] | tuple[Step, jax.Array, Any]]
 """Model function `(params, step) -> step, logits [O, V]`, or `step, logits, aux`."""
@@ -34,24 +28,6 @@ Edit = Callable[[Cache, Any], Cache]
 `aux` is the third result of the model function, any pytree, or None. The function is traced in the
 loop. Pass the same function in every call: a new lambda is compiled again.
 """
-
-
-def compiled_step(forward: Forward, edit: Edit | None = None) -> jax.stages.Wrapped:
-    """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`."""
-    return program_of(_build_step_program, forward, edit)
-
-
-def program_of(
-    build: Callable[..., jax.stages.Wrapped], forward: Forward, edit: Edit | None
-) -> jax.stages.Wrapped:
-    """Return the program that `build` makes from getters of a model function and an edit."""
-    if edit is None:
-        return cached_program(build, forward)
-    return cached_program(build, forward, edit)
-
-
-def no_edit() -> None:
-    """Return the edit of a loop without an edit."""
 
 
 def model_step(
@@ -152,26 +128,9 @@ def _edit_cache(edit: Edit, cache: Cache, aux: PyTree, ubatch: Ubatch) -> Cache:
     return jax.tree.map(choose, cache, edited)
 
 
-def _build_step_program(
-    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
-) -> jax.stages.Wrapped:
-    @partial(jax.jit, donate_argnames="buffers")
-    def step(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
-        cache = merge(table, buffers)
-        cache, logits = model_step(forward(), params, cache, ubatch, edit=edit())
-        return cache.table, cache.buffers, logits
-
-    return step
+_STEP = ModelProgram(model_step)
 
 
-def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
-    """Return the table and buffers of a cache; if `donate` is False, copy the buffers."""
-    table, buffers = cache.table, cache.buffers
-    check_not_donated(buffers)
-    return table, buffers if donate else copy_arrays(buffers)
-
-
-@jax.jit
-def copy_arrays(tree: X) -> X:
-    """Copy the arrays of a pytree, so that the copies can be donated."""
-    return jax.tree.map(jnp.copy, tree)
+def compiled_step(forward: Forward, edit: Edit | None = None) -> jax.stages.Wrapped:
+    """Return a jitted model step, `(params, table, buffers, ubatch) -> table, buffers, logits`."""
+    return _STEP.compiled(forward, edit)

@@ -13,13 +13,8 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import (
-    Edit,
-    Forward,
-    compiled_step,
-    model_step,
-    own_or_copied_buffers,
-)
+from jaxkv.generation.model_program import own_or_copied_buffers
+from jaxkv.generation.model_step import Edit, Forward, compiled_step, model_step
 from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import check_ubatch_size, init_batch

@@ -108,9 +108,10 @@ def score(
         if is_rows(texts):
             index = _index_of_rows(np.asarray(texts), levels[-1] if index is None else index)
     else:
-        traced = _check_rows(texts, "texts", allow_empty=prompts is not None)
-        levels, largest = _levels_of_traced_rows(texts, traced, prompts, extra), -1
-        index = _index_of_rows(traced, levels[-1])
+        own_extra = extra if prompts is None else None
+        rows, inputs = _pad_texts(texts, "texts", own_extra, allow_empty=prompts is not None)
+        levels, largest = _levels_of_traced_rows(rows, inputs, prompts, extra), -1
+        index = _index_of_rows(rows, levels[-1])
         if prompts is not None:  # an empty prompt has no logits
             is_computable = jnp.any(levels[0].tokens >= 0, axis=1)
             is_computable = jnp.repeat(is_computable, len(index) // len(is_computable))[:, None]
@@ -257,42 +258,39 @@ def _levels_of_lists(
     """Return the levels of concrete texts, and the index of tokens if there are no prompts."""
     lists = check_token_lists(texts, "texts", allow_empty=prompts is not None)
     if prompts is None:
-        inputs = extra_of_lists(extra, texts, lists)
-        if not inputs:
-            return trie_of_texts(lists)
-        numbers, first = number_inputs(lists, inputs)
+        shared, inputs = [], extra_of_lists(extra, texts, lists)
+    else:
+        shared = check_token_lists(prompts, "prompts")
+        _check_counts(len(shared), len(lists))
+        inputs = extra_of_lists(extra, prompts, shared)
+        # Each token of a text has the inputs of the last token of its prompt.
+        last = np.repeat(np.cumsum([*map(len, shared)]) - 1, len(lists) // len(shared))
+        source = np.concatenate([np.arange(last[-1] + 1), np.repeat(last, [*map(len, lists)])])
+        inputs = {name: np.asarray(x)[source] for name, x in inputs.items()}
+    every, index = [*shared, *lists], None
+    numbers, first = number_inputs(every, inputs) if inputs else (every, None)
+    if prompts is None:
         levels, index = trie_of_texts(numbers)
-        tokens = np.concatenate(lists)
-        return [with_inputs(level, tokens, inputs, first) for level in levels], index
-    shared = check_token_lists(prompts, "prompts")
-    _check_counts(len(shared), len(lists))
-    inputs = extra_of_lists(extra, prompts, shared)
-    if not inputs:
-        return trie_of_prompts(shared, lists), None
-    # Each token of a text has the inputs of the last token of its prompt.
-    last = np.repeat(np.cumsum([*map(len, shared)]) - 1, len(lists) // len(shared))
-    index = np.concatenate([np.arange(last[-1] + 1), np.repeat(last, [*map(len, lists)])])
-    inputs = {name: np.asarray(x)[index] for name, x in inputs.items()}
-    numbers, first = number_inputs([*shared, *lists], inputs)
-    levels = trie_of_prompts(numbers[: len(shared)], numbers[len(shared) :])
-    tokens = np.concatenate([*shared, *lists])
-    return [with_inputs(level, tokens, inputs, first) for level in levels], None
+    else:
+        levels = trie_of_prompts(numbers[: len(shared)], numbers[len(shared) :])
+    if first is None:
+        return levels, index
+    tokens = np.concatenate(every)
+    return [with_inputs(level, tokens, inputs, first) for level in levels], index
 
 
 def _levels_of_traced_rows(
-    texts: Prompts,
     rows: Int32[Array | np.ndarray, "Z n"],
+    inputs: dict[str, PyTree],
     prompts: SharedPrompts | None,
     extra: Mapping[str, PyTree] | None,
 ) -> list[TrieLevel]:
-    first = rows if prompts is None else _check_rows(prompts, "prompts")
-    inputs = _extra_of_rows(extra, texts if prompts is None else prompts, first)
-    first, inputs = _move_padding_to_end(first, inputs)
+    rows, inputs = _move_padding_to_end(rows, inputs)
     count = len(rows)
     ids = np.arange(count, dtype=np.int32)
     if prompts is None:
-        return [TrieLevel(tokens=first, sequences=ids, parents=ids, extra=inputs, is_scored=True)]
-    rows, _ = _move_padding_to_end(rows, {})
+        return [TrieLevel(tokens=rows, sequences=ids, parents=ids, extra=inputs, is_scored=True)]
+    first, inputs = _move_padding_to_end(*_pad_texts(prompts, "prompts", extra))
     _check_counts(first.shape[0], count)
     group = count // first.shape[0]
     parents = ids // group * group
@@ -318,17 +316,6 @@ def _levels_of_traced_rows(
             is_scored=True,
         ),
     ]
-
-
-def _extra_of_rows(
-    extra: Mapping[str, PyTree] | None, texts: Prompts, rows: Int32[Array | np.ndarray, "Z n"]
-) -> dict[str, Shaped[Array | np.ndarray, "Z n ..."]]:
-    """Return the additional inputs of rows, the result of `_check_rows` for the texts."""
-    if is_rows(texts):
-        return check_extra(extra, rows.shape)
-    valid = np.asarray(rows) >= 0
-    index = np.maximum(np.cumsum(valid).reshape(valid.shape) - 1, 0)
-    return {k: jnp.asarray(x)[index] for k, x in check_extra(extra, (int(valid.sum()),)).items()}
 
 
 def _move_padding_to_end(
@@ -357,15 +344,20 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
         )
 
 
-def _check_rows(
-    texts: Prompts, name: str, *, allow_empty: bool = False
-) -> Int32[Array | np.ndarray, "Z n"]:
-    if not is_rows(texts):
-        if is_traced(texts):
-            raise ValueError(
-                f"expected traced {name} as rows [Z, n], got {type(texts)}; pad lists with -1"
-            )
-        lists = check_token_lists(texts, name, allow_empty=allow_empty)
-        width = max(1, *map(len, lists))
-        texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])
-    return check_int32(texts, f"the tokens of {name}")
+def _pad_texts(
+    texts: Prompts, name: str, extra: Mapping[str, PyTree] | None, *, allow_empty: bool = False
+) -> tuple[Int32[Array | np.ndarray, "Z n"], dict[str, Shaped[Array | np.ndarray, "Z n ..."]]]:
+    """Return tokens with -1 as padding, and the additional inputs of all tokens."""
+    if is_rows(texts):
+        rows = check_int32(texts, f"the tokens of {name}")
+        return rows, check_extra(extra, rows.shape)
+    if is_traced(texts):
+        raise ValueError(
+            f"expected traced {name} as rows [Z, n], got {type(texts)}; pad lists with -1"
+        )
+    lists = check_token_lists(texts, name, allow_empty=allow_empty)
+    width = max(1, *map(len, lists))
+    rows = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])
+    index = np.maximum(np.cumsum(rows >= 0).reshape(rows.shape) - 1, 0)
+    inputs = extra_of_lists(extra, texts, lists)
+    return rows, {name: jnp.asarray(x)[index] for name, x in inputs.items()}

@@ -14,14 +14,13 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import nbytes
 from jaxkv.core.partitioning import current_mesh
 from jaxkv.core.validate import check_count
-from jaxkv.jit_helpers import jit_table
+from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.kv.table import CellTable
 from jaxkv.serving.prefix_cache.matching import iterate_part_tables
+from jaxkv.table import CacheTable
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
-
-    from jaxkv.table import CacheTable
+    from jaxtyping import Array, Int32
 
 MAX_HOST_BYTES = 2**63 - 1
 """Largest number of bytes of host memory that an argument can allow."""
@@ -59,14 +58,14 @@ def copy_to_host(cache: Cache, seq: int, *, max_bytes: int) -> Cache | None:
 
 def can_copy(cache: Cache, src: int, dst: int, stop: int) -> bool:
     """Return whether `seq_cp` can copy positions 0 to `stop - 1`."""
-    return bool(_can_copy(cache.table, *map(np.int32, (src, dst, 0, stop))))
+    check, _ = _can_copy(cache.table, *map(np.int32, (src, dst, 0, stop)))
+    return bool(check.ok)
 
 
 def can_insert(cache: Cache, source: Cache, seq: int) -> bool:
     """Return whether sequence 0 of a new cache can be inserted in place of a sequence."""
-    return bool(
-        _can_insert(cache.table, source.table, np.array([0], np.int32), np.array([seq], np.int32))
-    )
+    src, dst = np.array([0], np.int32), np.array([seq], np.int32)
+    return bool(_can_insert(cache.table, source.table, src, dst).ok)
 
 
 def warm_up_copies(cache: Cache, seq: int, *, donate: bool) -> Cache:
@@ -111,14 +110,5 @@ def _max_owned_cells(table: CacheTable, seq: Int32[Array, ""]) -> Int32[Array, "
     return jnp.max(jnp.array([1, *counts], jnp.int32))
 
 
-@jit_table
-def _can_insert(
-    table: CacheTable, source: CacheTable, src: Int32[Array, " n"], dst: Int32[Array, " n"]
-) -> Bool[Array, ""]:
-    return table.can_insert(source, src, dst).ok
-
-
-@jit_table
-def _can_copy(table: CacheTable, *args: Int32[Array, ""]) -> Bool[Array, ""]:
-    check, _ = table.can_seq_cp(*args)
-    return check.ok
+_can_insert = jit_method(CacheTable.can_insert)
+_can_copy = jit_method(CacheTable.can_seq_cp)

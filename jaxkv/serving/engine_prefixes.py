@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv.jit_helpers import jit_table
+from jaxkv.jit_helpers import jit_method
 from jaxkv.serving.copies import commit
 from jaxkv.serving.model_runner import ModelRunner
 from jaxkv.serving.prefill_chunks import PASS
 from jaxkv.serving.prefix_cache.prompts import CachedPrompt, PrefixHit, PrefixMatch
 from jaxkv.serving.prefix_cache.store import PrefixStore
 from jaxkv.serving.request import NOTHING, RequestState
+from jaxkv.table import CacheTable
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from jaxkv.cache import Cache
-    from jaxkv.table import CacheTable
 
 
 class CacheAndStore(NamedTuple):
@@ -172,6 +172,4 @@ class EnginePrefixes:
         return [prompt for prompt in prompts if prompt.sequence // self._sharing == stream]
 
 
-@jit_table
-def _num_cells_saved_by_sharing(table: CacheTable) -> PyTree:
-    return table.num_cells_saved_by_sharing()
+_num_cells_saved_by_sharing = jit_method(CacheTable.num_cells_saved_by_sharing)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxkv.api.edits import seq_rm
-from jaxkv.cache import Cache, merge
+from jaxkv.cache import Cache
 from jaxkv.core.donation import is_donated
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.constraints import make_constrained_sampler
@@ -22,10 +22,10 @@ from jaxkv.generation.state import DecodeState, make_decode_state
 from jaxkv.serving.prefill_chunks import (
     Chunk,
     PromptPart,
-    chunk_program,
     chunk_shapes,
     cut_chunk,
     empty_chunk,
+    run_chunk,
 )
 from jaxkv.serving.request import (
     EngineConfig,
@@ -36,7 +36,7 @@ from jaxkv.serving.request import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped, UInt32
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
     from jaxkv.generation.types import StopTokens
 
@@ -52,15 +52,6 @@ class RunnerOutput(NamedTuple):
     samples: SampledTokens
     reasons: Int32[Array | np.ndarray, " Q"]
     rule_states: PyTree
-
-
-class _ResumeOptions(TypedDict):
-    """Arguments of `make_decode_state`, with values for each sequence."""
-
-    max_new_tokens: Int32[np.ndarray, " Q"]
-    seed: UInt32[np.ndarray, " Q"]
-    prompts: Int32[np.ndarray, "Q n"]
-    extra: dict[str, Shaped[np.ndarray, "Q ..."]]
 
 
 class ModelRunner:
@@ -133,12 +124,8 @@ class ModelRunner:
 
     def generate(self, states: Sequence[RequestState], max_tokens: int) -> RunnerOutput:
         """Generate up to `max_tokens` tokens for each request."""
-        sampler, stop, options = self._make_resume_options(states, max_tokens)
-        tokens = np.zeros(self._spec.sequences, np.int32)
-        for state in states:
-            tokens[state.sequence] = state.tokens[-1]
-        decode_state = make_decode_state(self.cache, tokens, None, sampler=sampler, **options)
-        self.cache, decode_state, *sampled = decode(
+        sampler, stop, decode_state = self._resume(states, max_tokens)
+        out = decode(
             self._forward,
             self._params,
             self.cache,
@@ -149,10 +136,8 @@ class ModelRunner:
             edit=self._edit,
             donate=True,
         )
-        samples = SampledTokens._make(sampled[:2])
-        return jax.device_get(
-            RunnerOutput(samples, decode_state.reason, self._constraint_states(decode_state))
-        )
+        self.cache = out.cache
+        return jax.device_get(self._make_output(out.state, out[2:4]))
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
         """Remove all tokens of some sequences; each choice of sequences runs the same program."""
@@ -172,34 +157,29 @@ class ModelRunner:
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
-        program = chunk_program(self._forward, self._edit)
-        table, buffers, logits, plan = program(
-            self._params, self.cache.table, self.cache.buffers, chunk
+        self.cache, logits, plan = run_chunk(
+            self._forward, self._params, self.cache, chunk, edit=self._edit, donate=True
         )
-        self.cache = merge(table, buffers)
         return logits, plan
 
     def _sample_first_tokens(
         self, states: Sequence[RequestState], logits: Float[Array, "Q V"], max_tokens: int
     ) -> RunnerOutput:
-        sampler, stop, options = self._make_resume_options(states, max_tokens)
-        none = np.zeros(self._spec.sequences, np.int32)
-        decode_state = make_decode_state(self.cache, none, None, sampler=sampler, **options)
-        decode_state, *samples = sample_first_tokens(
-            self.cache.table, sampler, logits, stop, decode_state
-        )
-        return RunnerOutput(
-            SampledTokens(*samples), decode_state.reason, self._constraint_states(decode_state)
-        )
+        sampler, stop, decode_state = self._resume(states, max_tokens)
+        table = self.cache.table
+        state, *samples = sample_first_tokens(table, sampler, logits, stop, decode_state)
+        return self._make_output(state, samples)
 
-    def _constraint_states(self, decode_state: DecodeState) -> PyTree:
-        """Return the states of the constraint, `[Q, ...]`; empty without a constraint."""
-        return decode_state.sampler_state[0] if self._limits.constraint else ()
+    def _make_output(self, state: DecodeState, samples: Sequence[Any]) -> RunnerOutput:
+        rule_states = state.sampler_state[0] if self._limits.constraint else ()
+        return RunnerOutput(SampledTokens._make(samples), state.reason, rule_states)
 
-    def _make_resume_options(
+    def _resume(
         self, states: Sequence[RequestState], max_tokens: int
-    ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
+    ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], DecodeState]:
+        """Return the sampler, the stop tokens, and a state after the last token of each request."""
         rows, last_n = self._spec.sequences, self._limits.penalty_last_n
+        tokens = np.zeros(rows, np.int32)
         requests: list[Request | None] = [None] * rows
         constraint_states: list[PyTree] = [None] * rows
         stop = np.full((rows, len(self._stop) + self._limits.max_stop_tokens), -1, np.int32)
@@ -209,6 +189,7 @@ class ModelRunner:
         for state in states:
             row, stops, last = state.sequence, self.stop_tokens_of(state), state.last_tokens(last_n)
             requests[row], constraint_states[row] = state.request, state.constraint_state
+            tokens[row] = last[-1]
             stop[row, : len(stops)] = stops
             limit[row], seed[row] = min(state.num_remaining_tokens, max_tokens), state.request.seed
             recent[row, last_n - len(last) :] = last
@@ -219,10 +200,17 @@ class ModelRunner:
         )
         if self._limits.constraint:
             sampler = make_constrained_sampler(self._limits.constraint, sampler, constraint_states)
-        options: _ResumeOptions = {
-            "max_new_tokens": limit,
-            "seed": seed,
-            "prompts": recent,
-            "extra": extra,
-        }
-        return sampler, stop, options
+        return (
+            sampler,
+            stop,
+            make_decode_state(
+                self.cache,
+                tokens,
+                None,
+                max_new_tokens=limit,
+                sampler=sampler,
+                seed=seed,
+                prompts=recent,
+                extra=extra,
+            ),
+        )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -12,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import make_batch
-from jaxkv.cache import merge
+from jaxkv.cache import Cache
 from jaxkv.core.array_utils import DROP, FILL
 from jaxkv.core.pytree import pytree_dataclass
-from jaxkv.generation.model_step import Edit, Forward, model_step, no_edit, program_of
+from jaxkv.generation.model_program import ModelProgram
+from jaxkv.generation.model_step import Edit, Forward, model_step
 from jaxkv.planning.layout import rank_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.serving.prefix_cache.prompts import ModelInputs
@@ -23,8 +23,6 @@ from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32, PyTree, Shaped
-
-    from jaxkv.table import CacheTable
 
 SMALLEST = 8
 """Number of tokens of the shortest compiled row; shorter rows cost the same."""
@@ -143,38 +141,32 @@ def empty_chunk(shape: ChunkShape, extra: Mapping[str, Shaped[np.ndarray, "0 ...
     )
 
 
-def chunk_program(forward: Forward, edit: Edit | None) -> jax.stages.Wrapped:
-    """Return the compiled program that computes a chunk.
+def _run_chunk(
+    forward: Forward, params: PyTree, cache: Cache, chunk: Chunk, *, edit: Edit | None = None
+) -> tuple:
+    """Compute a chunk; return the cache, logits `[Q, V]`, and `ok` and `reason` of the plan.
 
-    The logits `[Q, V]` are 0 for sequences whose prompt does not end in the chunk.
+    The logits are 0 for sequences whose prompt does not end in the chunk.
     """
-    return program_of(_build_chunk_program, forward, edit)
+    table = cache.table
+    count, shape = table.spec.sequences, chunk.valid.shape
+    batch = make_batch(
+        chunk.tokens.reshape(-1),
+        sequences=chunk.sequences.reshape(-1),
+        valid=chunk.valid.reshape(-1),
+        outputs=chunk.ends.reshape(-1),
+        extra=jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), chunk.extra),
+    )
+    index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
+    num_outputs = shape[0] if table.spec.single_sequence_rows else count
+    ranks = rank_in_sequence(batch.sequences, batch.valid)
+    ended = jnp.zeros(count, bool).at[batch.sequences].max(batch.outputs, **DROP)
+    plan = plan_single_ubatch(table, batch, ranks, index, ~ended, outputs=num_outputs)
+    ubatch = plan.ubatches[0]
+    cache, logits = model_step(forward, params, cache, ubatch, edit=edit)
+    whose = batch.sequences.at[ubatch.output_index].get(**FILL, fill_value=count)
+    of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
+    return cache, of_each.at[whose].set(logits, **DROP), (plan.ok, plan.reason)
 
 
-def _build_chunk_program(
-    forward: Callable[[], Forward], edit: Callable[[], Edit | None] = no_edit
-) -> jax.stages.Wrapped:
-    @partial(jax.jit, donate_argnames="buffers")
-    def run(params: PyTree, table: CacheTable, buffers: PyTree, chunk: Chunk) -> tuple:
-        count, shape = table.spec.sequences, chunk.valid.shape
-        batch = make_batch(
-            chunk.tokens.reshape(-1),
-            sequences=chunk.sequences.reshape(-1),
-            valid=chunk.valid.reshape(-1),
-            outputs=chunk.ends.reshape(-1),
-            extra=jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), chunk.extra),
-        )
-        index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
-        num_outputs = shape[0] if table.spec.single_sequence_rows else count
-        ranks = rank_in_sequence(batch.sequences, batch.valid)
-        ended = jnp.zeros(count, bool).at[batch.sequences].max(batch.outputs, **DROP)
-        plan = plan_single_ubatch(table, batch, ranks, index, ~ended, outputs=num_outputs)
-        ubatch = plan.ubatches[0]
-        cache = merge(table, buffers)
-        cache, logits = model_step(forward(), params, cache, ubatch, edit=edit())
-        whose = batch.sequences.at[ubatch.output_index].get(**FILL, fill_value=count)
-        of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
-        of_each = of_each.at[whose].set(logits, **DROP)
-        return cache.table, cache.buffers, of_each, (plan.ok, plan.reason)
-
-    return run
+run_chunk = ModelProgram(_run_chunk)

@@ -26,7 +26,7 @@ from jaxkv.serving.prefix_cache.prompts import (
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int32, Num, PyTree, Shaped
+    from jaxtyping import Float, Int32, PyTree, Shaped
 
     from jaxkv.generation.types import StopTokens
 
@@ -339,7 +339,8 @@ def make_batch_sampler(
         for name, option in OPTIONS.items()
     }
     draws = np.any(numbers["temperature"] > 0)
-    ranked = np.any((numbers["temperature"] > 0) & _needs_ranking(numbers))
+    needs_ranking = (numbers["top_k"] > 0) | (numbers["top_p"] < 1)
+    ranked = np.any((numbers["temperature"] > 0) & needs_ranking)
     on = {
         "temperature": draws,
         "top_k": ranked,
@@ -367,7 +368,3 @@ def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]
             if name in sampling_options
         ][:1]
     return levels
-
-
-def _needs_ranking(numbers: dict[str, Num[np.ndarray, " Z"]]) -> Bool[np.ndarray, " Z"]:
-    return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)

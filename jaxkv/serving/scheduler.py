@@ -131,10 +131,8 @@ class Scheduler:
         self, state: RequestState, sequence: int, match: PrefixMatch, may_evict: bool
     ) -> bool:
         """Assign a sequence and return True if the request fits; else restore cache and store."""
-        past, near = (
-            self._prefixes.cache_and_store,
-            self._prefixes.is_in_same_stream(match, sequence),
-        )
+        past = self._prefixes.cache_and_store
+        near = self._prefixes.is_in_same_stream(match, sequence)
         self._placed[sequence], state.sequence = state, sequence
         hit = self._prefixes.fork_prefix(match, sequence) if near else match.hit
         while not self._has_enough_cells(self.stream_of(state)):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import numpy as np
 import jaxkv
 from jaxkv import generation
 from jaxkv.generation.filters import Sampler, make_sampler
+from jaxkv.generation.model_program import ModelProgram
 from jaxkv.serving import PrefixStore
 from models.chat.chat import (
     MAIN,
@@ -99,12 +99,11 @@ class Speaker:
 
     def compile(self, chat: Chat, on_progress: Progress | None = None) -> Chat:
         """Compile the programs that `answer` runs; return a new chat, since buffers are donated."""
-        table, buffers = chat.cache.table, chat.cache.buffers
-        params, forward = self.model.params, self.model.forward
-        jobs: list[Callable[[], Any]] = []
+        state = self.model.params, chat.cache.table, chat.cache.buffers
+        program, jobs = _READ.compiled(self.model.forward), []
         for width in sorted({min(SHORT, self.ubatch_size), self.ubatch_size}):
             blank = np.zeros(width, np.int32), np.int32(0), np.int32(0)
-            lowered = _read.lower(forward, params, table, buffers, *blank)
+            lowered = program.lower(*state, *blank)
             logits = lowered.out_info[2]
             jobs.append(lowered.compile)
         idle = generation.init_decode(
@@ -192,10 +191,9 @@ class Speaker:
             tokens = np.zeros(width, np.int32)
             count = min(len(rest), width)
             tokens[:count] = rest[:count]
-            where = np.int32(chat.now.sequence), np.int32(count)
-            args = model.params, chat.cache.table, chat.cache.buffers, tokens, *where
-            table, buffers, logits, ok = _read(model.forward, *args)
-            chat = replace(chat, cache=jaxkv.Cache(table=table, buffers=buffers))
+            args = tokens, np.int32(chat.now.sequence), np.int32(count)
+            cache, logits, ok = _READ(model.forward, model.params, chat.cache, *args, donate=True)
+            chat = replace(chat, cache=cache)
             if ok:
                 chat = spend(replace(chat, computed=chat.computed + count), prompt_tokens=count)
                 read += count
@@ -317,24 +315,20 @@ def marks_of(chat: Chat) -> list[int]:
     return marks
 
 
-@partial(jax.jit, static_argnames="forward", donate_argnames="buffers")
 def _read(
     forward: Any,
     params: Any,
-    table: Any,
-    buffers: Any,
+    cache: jaxkv.Cache,
     tokens: jax.Array,
     sequence: jax.Array,
     count: jax.Array,
-) -> tuple[Any, Any, jax.Array, jax.Array]:
+) -> tuple[jaxkv.Cache, jax.Array, jax.Array]:
     """Compute the next `count` tokens of a sequence, the first `count` items of `tokens`.
 
     The rest of `tokens` is padding, so that one compiled program serves all counts. Returns the
-    table, the buffers, the logits `[1, V]` after the last token, and the flag `ok` `[]` bool.
-    The buffers are donated. If `ok` is False, the cache is unchanged and the logits are
-    meaningless.
+    cache, the logits `[1, V]` after the last token, and the flag `ok` `[]` bool. If `ok` is False,
+    the cache is unchanged and the logits are meaningless.
     """
-    cache = jaxkv.Cache(table=table, buffers=buffers)
     index = jnp.arange(tokens.shape[0])
     batch = jaxkv.make_batch(
         tokens[None],
@@ -348,4 +342,7 @@ def _read(
     asked = jnp.argmin(ubatch.output_index)[None]
     ubatch = replace(ubatch, outputs=ubatch.outputs[asked], output_index=ubatch.output_index[asked])
     step, logits = forward(params, jaxkv.apply(cache, ubatch))
-    return step.cache.table, step.cache.buffers, logits, plan.ok
+    return step.cache, logits, plan.ok
+
+
+_READ = ModelProgram(_read)

@@ -23,7 +23,7 @@ from models.families import language_model
 from models.families.caches import Attends
 from models.families.experts import Experts
 from models.families.language_model import LanguageModel
-from models.families.layers import GatedFeed, Linear, RMSNorm, store_mass
+from models.families.layers import Feed, Linear, RMSNorm, store_mass
 from models.families.linear import linear, matrix
 from models.families.ropes import rope_of, yarn_sharpness
 from models.families.sources import Sources
@@ -192,7 +192,7 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.sparse = layer >= c.dense
         hidden = c.shared_hidden if self.sparse else c.hidden
-        self.feed = GatedFeed(c.width, hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, hidden, jax.nn.silu, dtype, rngs)
         if self.sparse:
             router = Router(c, dtype, rngs)
             count = c.routing.experts

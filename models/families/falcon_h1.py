@@ -21,7 +21,7 @@ from models.checkpoints.tensor import Tensor
 from models.families import mamba2
 from models.families.caches import Attends, Layer
 from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -54,7 +54,7 @@ class Block(nnx.Module):
         self.attention = Attention(c, layer, dtype, rngs, rope=c.rope)
         self.mixer = mamba2.Mixer(c.mixer, layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""

@@ -15,7 +15,7 @@ from models.families.caches import Attends, Layer, Recurs
 from models.families.delta_layer import Config, DeltaRule
 from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm
+from models.families.layers import Attention, Feed, Linear, RMSNorm
 from models.families.sources import Sources
 
 
@@ -32,7 +32,7 @@ class Block(nnx.Module):
         else:
             self.mixer = DeltaRule(c, layer, dtype, rngs)
         self.feed_norm = norm(c.width)
-        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         if c.experts:
             self.feed_gate = Linear(c.width, 1, dtype, rngs)
             router = SoftmaxRouter(

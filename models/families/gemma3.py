@@ -10,11 +10,10 @@ from flax import nnx
 
 from jaxkv import Step
 from jaxkv.rope import Rope
-from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
-from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm, gelu
+from models.families.language_model import LanguageModel, WindowedConfig, attention_fields
+from models.families.layers import Attention, Feed, RMSNorm, gelu
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -22,7 +21,7 @@ ARCHITECTURES = ("gemma3_text",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(WindowedConfig):
     """Configuration of Gemma 3; other fields are in `models.families.language_model`.
 
     ropes: rotary embedding of each layer.
@@ -31,14 +30,8 @@ class Config(AttentionConfig):
 
     hidden: int
     scale: float
-    windows: tuple[Window | None, ...]
     ropes: tuple[Rope, ...]
     final_softcap: float | None = None
-
-    @property
-    def layers(self) -> int:
-        """Number of layers, L."""
-        return len(self.windows)
 
 
 class Block(nnx.Module):
@@ -59,7 +52,7 @@ class Block(nnx.Module):
         )
         self.after_attention_norm = norm(c.width)
         self.feed_norm = norm(c.width)
-        self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, gelu, dtype, rngs)
         self.after_feed_norm = norm(c.width)
 
     def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:

@@ -1,8 +1,8 @@
 """Gemma 3n: several vectors per token, inputs of each layer, and layers that share keys."""
 
+from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,46 +10,47 @@ from flax import nnx
 
 from jaxkv import Step
 from models.checkpoints.checkpoint import Checkpoint
-from models.families import gemma3, gemma3n_config, per_layer
+from models.families import gemma3, per_layer, shared_keys
 from models.families.altup import AltUp, Expansion, altup_weights, expansion_weights
-from models.families.caches import Attends
-from models.families.gemma3n_config import Config
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, gelu
+from models.families.caches import windows_of
+from models.families.language_model import attention_fields
+from models.families.layers import Linear, RMSNorm, gelu
+from models.families.ropes import rope_of
 from models.families.sources import Sources
 
 ARCHITECTURES = ("gemma3n_text",)
 
 
-class Block(nnx.Module):
+@dataclass(frozen=True, kw_only=True)
+class Config(shared_keys.Config):
+    """Configuration of Gemma 3n; other fields are in `models.families.shared_keys`.
+
+    hidden: inner size of the feed-forward part of each layer.
+    sparsity: expected share of gates of each layer that are replaced by 0; 0 for none.
+    vectors: number of vectors of a token, A.
+    active: index of the vector that layers read and write.
+    scaled: whether that vector is multiplied by factors before the input of the layer is added.
+    rank: inner size of the map beside attention (LAuReL).
+    """
+
+    hidden: tuple[int, ...]
+    sparsity: tuple[float, ...]
+    vectors: int
+    active: int
+    scaled: bool
+    rank: int
+
+
+class Block(shared_keys.Block):
     """One layer: attention beside a map of low rank, a feed-forward part, the layer's input."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        c = config
-        norm = partial(RMSNorm, eps=c.eps, dtype=dtype)
+        c, activation = config, partial(sparse_gelu, sparsity=config.sparsity[layer])
+        super().__init__(c, layer, c.hidden[layer], activation, dtype, rngs)
         self.altup = AltUp(c.vectors, c.active, c.width, c.eps, dtype, rngs)
-        self.attention_norm = norm(c.width)
-        self.attention = Attention(
-            c,
-            c.cache_layers[layer],
-            dtype,
-            rngs,
-            rope=c.ropes[layer],
-            bias=c.bias,
-            output_bias=c.bias,
-            norm=norm,
-            value_norm=norm(c.head_dim, weighted=False),
-            scale=1.0,
-            writes=c.writes(layer),
-        )
-        self.after_attention_norm = norm(c.width)
         self.left = Linear(c.width, c.rank, dtype, rngs)
         self.right = Linear(c.rank, c.width, dtype, rngs)
-        self.beside_norm = norm(c.width)
-        self.feed_norm = norm(c.width)
-        activation = partial(sparse_gelu, sparsity=c.sparsity[layer])
-        self.feed = GatedFeed(c.width, c.hidden[layer], activation, dtype, rngs)
-        self.after_feed_norm = norm(c.width)
-        self.gate = per_layer.InputGate(c.width, c.inputs.size, c.eps, dtype, rngs)
+        self.beside_norm = RMSNorm(c.width, c.eps, dtype)
 
     def __call__(self, step: Step, x: jax.Array, inputs: jax.Array) -> tuple[Step, jax.Array]:
         """Apply the layer to `x`, `[A, R, T, width]`, with its inputs `[R, T, P]`."""
@@ -102,28 +103,46 @@ class Gemma3n(gemma3.Gemma3):
         return step, self.expansion.merge(x)
 
 
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the configuration of a model from its checkpoint."""
+    c, windows = checkpoint.config, windows_of(checkpoint)
+    c.ignore("altup_coef_clip")  # of training
+    full, local = (rope_of(checkpoint, f"{kind}_attention") for kind in ("full", "sliding"))
+    if not 0 <= c["altup_active_idx"] < c["altup_num_inputs"]:
+        raise c.refusal("altup_active_idx", f"less than {c['altup_num_inputs']}")
+    if any(not share < 1 for share in c["activation_sparsity_pattern"]):
+        raise c.refusal("activation_sparsity_pattern", "numbers below 1")
+    if not c["hidden_size_per_layer_input"]:
+        raise c.refusal("hidden_size_per_layer_input", "at least 1")
+    return Config(
+        **attention_fields(checkpoint),
+        windows=windows,
+        ropes=tuple(full if window is None else local for window in windows),
+        hidden=tuple(c["intermediate_size"]),
+        sparsity=tuple(map(float, c["activation_sparsity_pattern"])),
+        cache_layers=shared_keys.cache_layers(c, windows),
+        inputs=per_layer.input_sizes(c),
+        vectors=c["altup_num_inputs"],
+        active=c["altup_active_idx"],
+        scaled=c["altup_correct_scale"],
+        rank=c["laurel_rank"],
+        bias=c["attention_bias"],
+        final_softcap=c.get("final_logit_softcapping"),
+    )
+
+
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `Gemma3n`."""
     source, c = Sources(checkpoint), config
 
     def block(i: int, layer: str) -> dict:
-        attention = source.attention(
-            f"{layer}.self_attn",
-            kv_heads=c.kv_heads,
-            bias=c.bias,
-            output_bias=c.bias,
-            norms="norm",
-            letters="qkv" if c.writes(i) else "q",
-        )
-        return gemma3.layer_weights(source, layer) | {
+        return shared_keys.block_weights(source, c, i, layer) | {
             "altup": altup_weights(
                 source, f"{layer}.altup", count=c.vectors, width=c.width, scaled=c.scaled
             ),
-            "attention": attention,
             "left": source.linear(f"{layer}.laurel.linear_left"),
             "right": source.linear(f"{layer}.laurel.linear_right"),
             "beside_norm": source.norm(f"{layer}.laurel.post_laurel_norm"),
-            "gate": per_layer.input_gate_weights(source, layer),
         }
 
     return source.language_model(block, c) | {
@@ -132,17 +151,5 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     }
 
 
-def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return a description of each layer of the cache; the argument `dtype` is unused."""
-    del dtype
-    sizes = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
-    layers = enumerate(zip(config.ropes, config.windows, strict=True))
-    return [
-        Attends(**sizes, rope=rope, window=window)
-        for i, (rope, window) in layers
-        if config.writes(i)
-    ]
-
-
-config_of = gemma3n_config.config_of
+layers_of = shared_keys.layers_of
 MODULE = Gemma3n

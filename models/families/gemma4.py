@@ -1,8 +1,6 @@
 """Gemma 4: inputs of each layer, and last layers that attend to keys of earlier layers."""
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,47 +8,54 @@ from flax import nnx
 
 from jaxkv import Step
 from models.checkpoints.checkpoint import Checkpoint
-from models.families import gemma3, gemma4_config, per_layer
-from models.families.caches import Attends
-from models.families.gemma4_config import Config
+from models.checkpoints.config import Config as Settings
+from models.families import gemma3, per_layer, shared_keys
+from models.families.caches import windows_of
 from models.families.gemma4_experts import BesideExperts, beside_weights
-from models.families.layers import Attention, GatedFeed, RMSNorm, gelu
+from models.families.language_model import attention_fields
+from models.families.layers import gelu
+from models.families.ropes import rope_of
 from models.families.sources import Sources
 
 ARCHITECTURES = ("gemma4_text",)
 
 
-class Block(nnx.Module):
+@dataclass(frozen=True, kw_only=True)
+class Config(shared_keys.Config):
+    """Configuration of Gemma 4; other fields are in `models.families.shared_keys`.
+
+    sizes: number of key/value heads and size of a head in each layer.
+    same_values: whether keys are also the values in layers with full attention.
+    shared_hidden: inner size of the feed-forward parts of layers that write nothing.
+    experts: number of experts in a layer, of which a token selects `experts_per_token`. An expert
+      has the inner size `expert_hidden`. If the number is 0, a layer has no experts.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    same_values: bool
+    shared_hidden: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_hidden: int = 0
+
+    def head_sizes(self, layer: int) -> tuple[int, int]:
+        """Return the number of key/value heads of a layer, and the size of a head."""
+        return self.sizes[layer]
+
+    def has_same_values(self, layer: int) -> bool:
+        """Return whether keys of a layer are also its values."""
+        return self.same_values and self.windows[layer] is None
+
+
+class Block(shared_keys.Block):
     """One layer: attention, a feed-forward part, experts, then the input of the layer."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        c = self.config = config
-        norm = partial(RMSNorm, eps=c.eps, dtype=dtype)
-        kv_heads, head_dim = c.sizes[layer]
-        self.attention_norm = norm(c.width)
-        self.attention = Attention(
-            replace(c, kv_heads=kv_heads, head_dim=head_dim),
-            c.cache_layers[layer],
-            dtype,
-            rngs,
-            rope=c.ropes[layer],
-            bias=c.bias,
-            output_bias=c.bias,
-            norm=norm,
-            value_norm=norm(head_dim, weighted=False),
-            scale=c.scale,
-            writes=c.writes(layer),
-            keys_are_values=c.has_same_values(layer),
-        )
-        self.after_attention_norm = norm(c.width)
-        self.feed_norm = norm(c.width)
+        c = config
         hidden = c.hidden if c.writes(layer) else c.shared_hidden
-        self.feed = GatedFeed(c.width, hidden, gelu, dtype, rngs)
+        super().__init__(c, layer, hidden, gelu, dtype, rngs)
         if c.experts:
             self.experts = BesideExperts(c, dtype, rngs)
-        self.after_feed_norm = norm(c.width)
-        if c.inputs is not None:
-            self.gate = per_layer.InputGate(c.width, c.inputs.size, c.eps, dtype, rngs)
         self.factor = nnx.Param(jnp.ones(1, dtype))
 
     def __call__(
@@ -89,26 +94,61 @@ class Gemma4(gemma3.Gemma3):
         return step, x
 
 
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the configuration of a model from its checkpoint."""
+    c, windows = checkpoint.config, windows_of(checkpoint)
+    if c.get("use_bidirectional_attention") not in (None, "vision"):  # "vision": of images alone
+        raise c.refusal("use_bidirectional_attention", "vision or null")
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sizes = _sizes_of(c, kinds)
+    ropes = [rope_of(checkpoint, kind, head_dim=sizes[kind][1]) for kind in kinds]
+    hidden, experts = c["intermediate_size"], {}
+    if c["enable_moe_block"]:
+        c.check_chosen("num_experts", "top_k_experts")
+        keys = "num_experts", "top_k_experts", "moe_intermediate_size"
+        fields = "experts", "experts_per_token", "expert_hidden"
+        experts = {field: c[key] for field, key in zip(fields, keys, strict=True)}
+    c.ignore("num_experts top_k_experts moe_intermediate_size")  # without experts
+    inputs = per_layer.input_sizes(c) if c.get("hidden_size_per_layer_input") else None
+    c.ignore("vocab_size_per_layer_input")  # without inputs
+    return Config(
+        **attention_fields(checkpoint),
+        **experts,
+        hidden=hidden,
+        windows=windows,
+        ropes=tuple(ropes),
+        final_softcap=c.get("final_logit_softcapping"),
+        sizes=tuple(sizes[kind] for kind in kinds),
+        same_values=c["attention_k_eq_v"],
+        cache_layers=shared_keys.cache_layers(c, windows),
+        shared_hidden=hidden * (2 if c["use_double_wide_mlp"] else 1),
+        bias=c["attention_bias"],
+        inputs=inputs,
+    )
+
+
+def _sizes_of(c: Settings, kinds: list[str]) -> dict[str, tuple[int, int]]:
+    """Return the number of key/value heads and the size of a head, by kind of layer."""
+    base = {key: c[key] for key in ("num_key_value_heads", "head_dim")}
+    others, sizes = c.get("per_layer_config", {}), {}
+    for layer, kind in enumerate(kinds):
+        of_layer = base | others.get(layer, {})
+        if of_layer.keys() != base.keys() or sizes.setdefault(kind, of_layer) != of_layer:
+            raise c.refusal("per_layer_config", "sizes of heads, the same for layers of a kind,")
+        if c["num_attention_heads"] % of_layer["num_key_value_heads"]:
+            raise c.refusal("num_attention_heads", f"a multiple of {of_layer}")
+    return {kind: tuple(of_layer.values()) for kind, of_layer in sizes.items()}
+
+
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `Gemma4`."""
     source, c = Sources(checkpoint), config
 
     def block(i: int, layer: str) -> dict:
-        letters = "qk" if c.has_same_values(i) else "qkv"
-        tree = gemma3.layer_weights(source, layer)
-        tree["attention"] = source.attention(
-            f"{layer}.self_attn",
-            kv_heads=c.sizes[i][0],
-            bias=c.bias,
-            output_bias=c.bias,
-            norms="norm",
-            letters=letters if c.writes(i) else "q",
-        )
+        tree = shared_keys.block_weights(source, c, i, layer)
         tree["factor"] = source.tensor(f"{layer}.layer_scalar")
         if c.experts:
             tree["experts"] = beside_weights(source, layer, c.width, c.experts)
-        if c.inputs is not None:
-            tree["gate"] = per_layer.input_gate_weights(source, layer)
         return tree
 
     tree = source.language_model(block, c)
@@ -117,16 +157,5 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     return tree
 
 
-def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return a description of each layer of the cache; the argument `dtype` is unused."""
-    del dtype
-    layers = zip(config.sizes, config.ropes, config.windows, strict=True)
-    return [
-        Attends(kv_heads=kv_heads, head_dim=head_dim, rope=rope, window=window)
-        for i, ((kv_heads, head_dim), rope, window) in enumerate(layers)
-        if config.writes(i)
-    ]
-
-
-config_of = gemma4_config.config_of
+layers_of = shared_keys.layers_of
 MODULE = Gemma4

@@ -47,9 +47,7 @@ class Block(nnx.Module):
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.attention_norm = RMSNorm(c.width, c.eps, dtype)
-        self.attention = Attention(
-            c, layer, dtype, rngs, rope=c.rope, bias=c.bias, output_bias=c.bias, sinks=True
-        )
+        self.attention = Attention(c, layer, dtype, rngs, rope=c.rope, bias=c.bias, sinks=True)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.experts = Experts(
             c.width,
@@ -94,7 +92,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `GptOss`."""
-    source, bias = Sources(checkpoint), config.bias
+    source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
         tree: dict[str, Any] = {"router": source.linear(f"{name}.router", bias=True)}
@@ -107,7 +105,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     def block(_: int, layer: str) -> dict:
         attention = source.attention(
-            f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
+            f"{layer}.self_attn", kv_heads=config.kv_heads, bias=config.bias
         )
         return {
             "attention_norm": source.norm(f"{layer}.input_layernorm"),

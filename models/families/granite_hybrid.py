@@ -18,7 +18,7 @@ from models.families import mamba2
 from models.families.caches import Attends, Layer
 from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import HybridConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -66,13 +66,12 @@ class Block(nnx.Module):
                 rngs,
                 rope=c.rope,
                 bias=c.bias,
-                output_bias=c.bias,
                 scale=c.scale,
             )
         else:
             self.mixer = mamba2.Mixer(c.mixer, layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         if c.experts:
             router = SoftmaxRouter(c.width, c.experts, c.experts_per_token, dtype, rngs)
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
@@ -144,7 +143,6 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
 
     def block(i: int, layer: str) -> dict:
-        bias = config.bias
         tree = {
             "mix_norm": source.norm(f"{layer}.input_layernorm"),
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
@@ -155,7 +153,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
         if config.attends[i]:
             tree["mixer"] = source.attention(
-                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
+                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=config.bias
             )
         else:
             tree["mixer"] = mamba2.mixer_weights_of(source, config.mixer, f"{layer}.mamba")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
+from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.layers import RMSNorm, Vocabulary
 
@@ -56,6 +57,18 @@ class AttentionConfig(Config):
     implementation: jaxkv.ops.attention.Implementation | None = None
     return_mass: bool = False
     return_features: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(AttentionConfig):
+    """Configuration of a model with attention in each layer; layers may have windows."""
+
+    windows: tuple[Window | None, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, L."""
+        return len(self.windows)
 
 
 @dataclass(frozen=True, kw_only=True)

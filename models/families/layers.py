@@ -158,7 +158,7 @@ class Attention(nnx.Module):
     axes: for a rope with positions on several axes, the axis of each pair, see `Rope.rotate`. The
       positions are those of the step plus `step.extra["rope_offsets"]`, `[R, T, axes]`, if given.
     bias: whether `qkv` has biases.
-    output_bias: whether `output` has a bias.
+    output_bias: whether `output` has a bias; None for the value of `bias`.
     norm: function that makes a norm with an attribute `size`, given the size of a vector. The
       function is called once for queries and once for keys. None for no norms.
     joint_norms: whether all query heads of a token are normalised as one vector, and all key heads
@@ -183,7 +183,7 @@ class Attention(nnx.Module):
         rope: Rope | None,
         axes: tuple[int, ...] | None = None,
         bias: bool = False,
-        output_bias: bool = False,
+        output_bias: bool | None = None,
         norm: Callable[[int], Any] | None = None,
         joint_norms: bool = False,
         value_norm: RMSNorm | None = None,
@@ -206,6 +206,7 @@ class Attention(nnx.Module):
         self.qkv = Linear(
             c.width, (c.kv_heads, size), dtype, rngs, bias=bias, split=by_head(axis=0)
         )
+        output_bias = bias if output_bias is None else output_bias
         self.output = Linear(
             c.heads * c.head_dim, c.width, dtype, rngs, bias=output_bias, split=by_head(axis=1)
         )
@@ -276,10 +277,11 @@ def store_mass(layer: nnx.Module, step: jaxkv.Step, mass: list[jax.Array]) -> No
         layer.mass = nnx.Intermediate(step.sum_by_stream(*mass))
 
 
-class GatedFeed(nnx.Module):
-    """A feed-forward part with a gate.
+class Feed(nnx.Module):
+    """A feed-forward part.
 
-    The gate and the up projection are one matrix product with weights `[2, hidden, width]`.
+    gated: whether the activation of a gate is multiplied by the up projection. If so, both are one
+      matrix product with weights `[2, hidden, width]`.
     """
 
     def __init__(
@@ -290,40 +292,23 @@ class GatedFeed(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         *,
+        gated: bool = True,
         bias: bool = False,
     ):
-        self.activation = activation
+        self.activation, self.gated = activation, gated
         inside = partial(Split, axis=1, parts=hidden, of="numbers inside", with_cells=True)
-        self.gate_up = Linear(width, (2, hidden), dtype, rngs, bias=bias, split=inside())
+        if gated:
+            self.gate_up = Linear(width, (2, hidden), dtype, rngs, bias=bias, split=inside())
+        else:
+            self.up = Linear(width, hidden, dtype, rngs, bias=bias, split=inside(axis=0))
         self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside())
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
+        if not self.gated:
+            return self.down(self.activation(self.up(x)))
         gate, up = jnp.unstack(self.gate_up(x), axis=-2)
         return self.down(self.activation(gate) * up)
-
-
-class Feed(nnx.Module):
-    """A feed-forward part without a gate."""
-
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        activation: Callable[[jax.Array], jax.Array],
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        *,
-        bias: bool = False,
-    ):
-        self.activation = activation
-        inside = partial(Split, parts=hidden, of="numbers inside", with_cells=True)
-        self.up = Linear(width, hidden, dtype, rngs, bias=bias, split=inside(axis=0))
-        self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside(axis=1))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
-        return self.down(self.activation(self.up(x)))
 
 
 def relu2(x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, Layer, Recurs
 from models.families.language_model import HybridConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm
+from models.families.layers import Attention, Feed, Linear, RMSNorm
 from models.families.linear import matrix
 from models.families.ropes import rope_of
 from models.families.sources import Sources
@@ -78,7 +78,7 @@ class Block(nnx.Module):
         else:
             self.mixer = ShortConvolution(c, layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""

@@ -10,12 +10,11 @@ from flax import nnx
 
 from jaxkv import Step
 from jaxkv.rope import Rope
-from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
 from models.families.experts import Experts, SoftmaxRouter
-from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.language_model import LanguageModel, WindowedConfig, attention_fields
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -23,7 +22,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(WindowedConfig):
     """Configuration of Llama; other fields are in `models.families.language_model`.
 
     output_bias: whether the output projection of attention has biases.
@@ -35,18 +34,12 @@ class Config(AttentionConfig):
 
     hidden: int
     rope: Rope
-    windows: tuple[Window | None, ...]
     bias: bool = False
     output_bias: bool = False
     norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
     normalised: bool = False
-
-    @property
-    def layers(self) -> int:
-        """Number of layers, L."""
-        return len(self.windows)
 
 
 class Block(nnx.Module):
@@ -72,7 +65,7 @@ class Block(nnx.Module):
             )
             self.feed = Experts(c.width, c.hidden, c.experts, router, dtype, rngs)
         else:
-            self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+            self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:
         """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""

@@ -19,8 +19,8 @@ from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import gemma3
 from models.families.experts import Experts, SigmoidRouter
-from models.families.language_model import AttentionConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.language_model import LanguageModel, WindowedConfig, attention_fields
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -28,11 +28,10 @@ ARCHITECTURES = ("llama4_text",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(WindowedConfig):
     """Configuration of Llama 4; other fields are in `models.families.language_model`.
 
     hidden: inner size of the feed-forward parts of layers without experts.
-    windows: window of each layer; None for full attention.
     ropes: rotary embedding of each layer; None for no rotation.
     qk_norm: whether rotated queries and keys are normalised.
     norm_eps: epsilon of these norms.
@@ -46,7 +45,6 @@ class Config(AttentionConfig):
     """
 
     hidden: int
-    windows: tuple[Window | None, ...]
     ropes: tuple[Rope | None, ...]
     qk_norm: bool
     norm_eps: float
@@ -57,11 +55,6 @@ class Config(AttentionConfig):
     experts_per_token: int
     expert_hidden: int
     bias: bool = False
-
-    @property
-    def layers(self) -> int:
-        """Number of layers, L."""
-        return len(self.windows)
 
     def query_factor(self, positions: jax.Array) -> jax.Array:
         """Return the factors of queries at positions `[R, T]`, in layers without rotation."""
@@ -83,14 +76,13 @@ class Block(nnx.Module):
             rngs,
             rope=rope,
             bias=c.bias,
-            output_bias=c.bias,
             norm=unit_norm if c.qk_norm and rope else None,
             query_factor=c.query_factor if c.temperature and rope is None else None,
         )
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.sparse = c.sparse[layer]
         hidden = c.expert_hidden if self.sparse else c.hidden
-        self.feed = GatedFeed(c.width, hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, hidden, jax.nn.silu, dtype, rngs)
         if self.sparse:
             router = SigmoidRouter(c.width, c.experts, c.experts_per_token, dtype, rngs)
             sizes = c.width, c.expert_hidden, c.experts
@@ -150,7 +142,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Return a `Tensor` of the checkpoint for each parameter of `Llama4`."""
-    source, bias = Sources(checkpoint), config.bias
+    source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
         both = f"{name}.experts.gate_up_proj"
@@ -166,7 +158,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         tree = {
             "attention_norm": source.norm(f"{layer}.input_layernorm"),
             "attention": source.attention(
-                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
+                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=config.bias
             ),
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
             "feed": source.gated_feed(f"{feed}.shared_expert" if sparse else feed),

@@ -54,7 +54,7 @@ class SharedAndRouted(nnx.Module):
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
-        self.feed = Feed(c.width, c.shared_hidden, relu2, dtype, rngs, bias=c.bias)
+        self.feed = Feed(c.width, c.shared_hidden, relu2, dtype, rngs, gated=False, bias=c.bias)
         sizes = c.latent or c.width, c.expert_hidden, c.routing.experts
         router = deepseek.Router(c, dtype, rngs)
         self.experts = Experts(*sizes, router, dtype, rngs, activation=relu2, gated=False)
@@ -81,7 +81,7 @@ class Block(nnx.Module):
         elif kind == "full_attention":
             self.mixer = Attention(c, layer, dtype, rngs, rope=None)
         elif kind == "mlp":
-            self.mixer = Feed(c.width, c.hidden, relu2, dtype, rngs, bias=c.bias)
+            self.mixer = Feed(c.width, c.hidden, relu2, dtype, rngs, gated=False, bias=c.bias)
         else:
             self.mixer = SharedAndRouted(c, dtype, rngs)
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxkv import Step
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import llama
-from models.families.layers import Attention, GatedFeed, RMSNorm
+from models.families.layers import Attention, Feed, RMSNorm
 from models.families.sources import Sources
 
 ARCHITECTURES = ("olmo2",)
@@ -26,7 +26,7 @@ class Block(nnx.Module):
         norm = partial(RMSNorm, eps=c.eps, dtype=dtype)
         self.attention = Attention(c, layer, dtype, rngs, rope=c.rope, norm=norm, joint_norms=True)
         self.attention_norm = norm(c.width)
-        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        self.feed = Feed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         self.feed_norm = norm(c.width)
 
     def __call__(self, step: Step, x: jax.Array) -> tuple[Step, jax.Array]:

@@ -1,6 +1,5 @@
-"""What Gemma 3n and Gemma 4 share: inputs of each layer, and layers without keys of their own."""
+"""Inputs of each layer, in Gemma 3n and Gemma 4."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxkv
 from models.checkpoints.config import Config
 from models.families.language_model import AttentionConfig
 from models.families.layers import Linear, RMSNorm, gelu
@@ -97,20 +95,3 @@ def input_gate_weights(source: Sources, layer: str) -> dict[str, Any]:
         "projection": source.linear(f"{layer}.per_layer_projection"),
         "norm": source.norm(f"{layer}.post_per_layer_input_norm"),
     }
-
-
-def cache_layers(c: Config, windows: Sequence[jaxkv.Window | None]) -> tuple[int, ...]:
-    """Return the layer number in the cache for each layer.
-
-    The first layers write, each under its own number. The last `num_kv_shared_layers` layers attend
-    to the keys and values of the last layer of their kind that writes.
-
-    Raises:
-      ModelError: If no layer writes, or the layers that write are not of all kinds.
-    """
-    writes = len(windows) - c["num_kv_shared_layers"]
-    last = {window: layer for layer, window in enumerate(windows[: max(writes, 0)])}
-    if last.keys() != {*windows}:
-        raise c.refusal("num_kv_shared_layers", "a layer of each kind before the last layers")
-    shared = [last[window] for window in windows[writes:]]
-    return (*range(writes), *shared)

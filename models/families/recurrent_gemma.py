@@ -13,7 +13,7 @@ from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, Layer, Recurs
 from models.families.language_model import HybridConfig, LanguageModel, attention_fields
-from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, gelu
+from models.families.layers import Attention, Feed, Linear, RMSNorm, gelu
 from models.families.linear import matrix
 from models.families.ropes import rope_of
 from models.families.sources import Sources
@@ -103,7 +103,7 @@ class Block(nnx.Module):
         else:
             self.mixer = Recurrence(c, layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
-        self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs, bias=True)
+        self.feed = Feed(c.width, c.hidden, gelu, dtype, rngs, bias=True)
 
     def __call__(self, step: jaxkv.Step, x: jax.Array) -> tuple[jaxkv.Step, jax.Array]:
         """Apply the layer to `x`, `[R, T, width]`; return the next step and the new `x`."""

@@ -56,7 +56,7 @@ class Sources:
         *,
         kv_heads: int,
         bias: bool = False,
-        output_bias: bool = False,
+        output_bias: bool | None = None,
         output: str = "o_proj",
         norms: str | None = None,
         letters: str = "qkv",
@@ -70,7 +70,9 @@ class Sources:
         names = (f"{name}.{letter}_proj" for letter in letters)
         tree = {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1, arrange=arrange),
-            "output": self.linear(f"{name}.{output}", bias=output_bias),
+            "output": self.linear(
+                f"{name}.{output}", bias=bias if output_bias is None else output_bias
+            ),
         }
         if norms:
             normed = [letter for letter in letters if letter in "qk"]
@@ -84,7 +86,7 @@ class Sources:
         bias: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> dict[str, dict]:
-        """Return the tensors for a `GatedFeed`; `names` are those of gate, up and down matrix."""
+        """Return the tensors for a `Feed`; `names` are those of gate, up and down matrix."""
         gate, up, down = (f"{name}.{part}" for part in names)
         return {
             "gate_up": self.linear(gate, up, bias=bias, parts=1),

@@ -19,7 +19,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families import language_model
 from models.families.caches import Attends, CrossAttends, Layer
 from models.families.language_model import LanguageModel
-from models.families.layers import Attention, Feed, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
+from models.families.layers import Attention, Feed, Linear, RMSNorm, Vocabulary, gelu
 from models.families.sources import Sources
 from models.meshes import Split
 
@@ -104,12 +104,11 @@ class Bias(nnx.Module):
         return self.made(self.table[...].astype(jnp.float32))
 
 
-def make_feed(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> GatedFeed | Feed:
+def make_feed(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> Feed:
     """Make the feed-forward part of a layer, with or without a gate."""
     c = config
-    if c.gated:
-        return GatedFeed(c.width, c.hidden, gelu, dtype, rngs)
-    return Feed(c.width, c.hidden, jax.nn.relu, dtype, rngs)
+    activation = gelu if c.gated else jax.nn.relu
+    return Feed(c.width, c.hidden, activation, dtype, rngs, gated=c.gated)
 
 
 class CrossAttention(nnx.Module):

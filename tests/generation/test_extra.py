@@ -51,6 +51,11 @@ IMAGES = [image_prompt(3, 4, 2, 0), image_prompt(1, 2, 4, 1)]
 PROMPTS = [tokens for tokens, _ in IMAGES]
 OFFSETS = np.concatenate([offsets for _, offsets in IMAGES])
 EXTRA = {"rope_offsets": OFFSETS}
+WIDTH = max(map(len, PROMPTS))
+ROWS = np.stack([np.pad(x, (WIDTH - len(x), 0), constant_values=-1) for x in PROMPTS])
+EXTRA_OF_ROWS = {
+    "rope_offsets": np.stack([np.pad(x, [(WIDTH - len(x), 0), (0, 0)]) for _, x in IMAGES])
+}
 
 
 @jax.jit
@@ -102,13 +107,8 @@ def test_generate_continues_with_the_offsets_of_the_last_prompt_token():
 
 
 def test_rows_with_padding_have_inputs_in_the_same_places():
-    width = max(map(len, PROMPTS))
-    rows = np.stack([np.pad(x, (width - len(x), 0), constant_values=-1) for x in PROMPTS])
-    offsets = np.stack([np.pad(x, [(width - len(x), 0), (0, 0)]) for _, x in IMAGES])
-    out = jaxkv.generate(
-        forward, PARAMS, rows, spec=SPEC, max_new_tokens=12, extra={"rope_offsets": offsets}
-    )
-    assert out.lists() == greedy_texts(12)
+    options = dict(spec=SPEC, max_new_tokens=12, extra=EXTRA_OF_ROWS)
+    assert jaxkv.generate(forward, PARAMS, ROWS, **options).lists() == greedy_texts(12)
 
 
 def prefill_prompts(**sizes):
@@ -253,13 +253,10 @@ MIXES = [(traced, rows) for traced in ("texts", "prompts", "extra") for rows in 
 
 @pytest.mark.parametrize(("traced", "are_rows"), mark_cases(MIXES, core=[MIXES[1], MIXES[4]]))
 def test_score_takes_traced_and_concrete_arguments_together(traced, are_rows):
-    width = max(map(len, PROMPTS))
-    rows = np.stack([np.pad(x, (width - len(x), 0), constant_values=-1) for x in PROMPTS])
     texts = np.random.default_rng(3).integers(0, 16, (2, 5)).astype(np.int32)
     arguments = {"texts": texts, "prompts": PROMPTS, "extra": EXTRA}
     if are_rows or traced == "prompts":
-        offsets = np.stack([np.pad(x, [(width - len(x), 0), (0, 0)]) for _, x in IMAGES])
-        arguments |= {"prompts": rows, "extra": {"rope_offsets": offsets}}
+        arguments |= {"prompts": ROWS, "extra": EXTRA_OF_ROWS}
 
     def score(argument):
         return jaxkv.score(forward, PARAMS, spec=SPEC, **arguments | {traced: argument})

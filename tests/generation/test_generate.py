@@ -62,11 +62,12 @@ def test_generate_on_tokens_streams_same_texts():
     np.testing.assert_allclose(out.logprobs, wanted.logprobs, atol=1e-6)
 
 
-def test_generate_counts_drafts_of_all_calls():
+def test_generate_with_drafter_has_same_texts_and_counts_of_all_calls():
     drafter = generation.prompt_lookup(PROMPTS, ngram=1, num_draft_tokens=2)
     out = generate_texts(drafter=drafter, on_tokens=lambda *_: None, tokens_per_call=3)
     counts = out.num_model_steps + out.num_accepted
     assert counts.tolist() == [len(text) - 1 for text in out.lists()]
+    assert out.lists() == generate_texts().lists() and out.num_drafted.shape == (3,)
 
 
 def test_generate_samples_fork_their_prompt():
@@ -111,13 +112,6 @@ def test_generate_continues_cache_and_leaves_it():
     made = [len(tokens) for tokens in out.lists()]
     ends = [2 + 3 + made[0] - 2, 1 + 1 + made[1] - 2]  # the last token is in no cell
     assert out.cache.seq_pos_max([0, 1]).tolist() == ends
-
-
-@pytest.mark.nightly
-def test_generate_drafter_same_texts():
-    out = generate_texts(drafter=generation.prompt_lookup(PROMPTS, ngram=1))
-    assert out.lists() == generate_texts().lists()
-    assert out.num_drafted.shape == out.num_accepted.shape == (3,)
 
 
 def test_generate_full_cache_ends_texts_by_name_and_warns_once():

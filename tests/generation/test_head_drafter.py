@@ -1,5 +1,7 @@
 """`head_drafter`: drafts of a head over features equal those of a head without a cache."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation
+from tests.generation.tiny import speculate_plainly
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import mark_cases
 
@@ -52,26 +55,6 @@ def run_once(model, tokens, features=None):
     return [plan.gather_outputs([x]) for x in results]
 
 
-def speculate_without_caches(prompt, count):
-    """Tokens and counts of a greedy loop that computes model and head on whole texts."""
-    tokens = [*prompt, int(run_once(forward, prompt)[0][-1].argmax())]
-    steps = drafted = accepted = 0
-    while len(tokens) - len(prompt) - 1 < count:
-        features = list(run_once(forward, tokens[:-1])[1])
-        text, room = tokens[1:], min(DRAFT, count - (len(tokens) - len(prompt) - 1) - 1)
-        guesses = []
-        while len(guesses) < DRAFT:
-            logits, own = run_once(head, text, features)
-            guesses.append(int(logits[-1].argmax()))
-            text, features = [*text, guesses[-1]], [*features, own[-1]]
-        guesses = guesses[:room]
-        best = run_once(forward, [*tokens, *guesses])[0].argmax(axis=1)[len(tokens) - 1 :].tolist()
-        num_right = next((i for i, g in enumerate(guesses) if g != best[i]), len(guesses))
-        tokens += best[: num_right + 1]
-        steps, drafted, accepted = steps + 1, drafted + len(guesses), accepted + num_right
-    return tokens[len(prompt) :], steps, drafted, accepted
-
-
 def init(cache, drafter_cache):
     """Prefill a model and its head with the prompts; return a cache, a state and a drafter."""
     done = jaxkv.prefill(forward, WEIGHTS, cache, PROMPTS)
@@ -95,11 +78,12 @@ def test_drafts_of_head_equal_those_without_caches(streams):
     out = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=13)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     for i, prompt in enumerate(PROMPTS):
-        tokens, steps, drafted, accepted = speculate_without_caches(prompt, 13)
+        model = partial(run_once, forward), partial(run_once, head)
+        tokens, counts = speculate_plainly(*model, prompt, count=14, draft=DRAFT)
         assert [int(state.token[i]), *out.tokens[i].tolist()] == tokens
-        counts = out.num_model_steps[i], out.num_drafted[i], out.num_accepted[i]
-        assert tuple(map(int, counts)) == (steps, drafted, accepted)
-        assert 0 < accepted < drafted  # both outcomes occur
+        found = out.num_model_steps[i], out.num_drafted[i], out.num_accepted[i]
+        assert [*map(int, found)] == counts
+        assert 0 < counts[2] < counts[1]  # both outcomes occur
     # The second call continues with the features of the first.
     first = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=5)
     rest = dict(drafter=first.drafter, num_tokens=8)

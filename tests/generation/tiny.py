@@ -46,6 +46,25 @@ def speculate(drafter, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST
     return generation.speculate(forward, None, cache, state, drafter=drafter, **options)
 
 
+def speculate_plainly(model, head, prompt, *, count, draft):
+    """Tokens and counts of a greedy loop that computes model and head on whole texts.
+
+    Both functions return the logits and features of all tokens; the head also gets features.
+    """
+    tokens, steps, drafted, accepted = [*prompt, int(model(prompt)[0][-1].argmax())], 0, 0, 0
+    while (room := count - (len(tokens) - len(prompt))) > 0:
+        text, features, guesses = tokens[1:], list(model(tokens[:-1])[1]), []
+        while len(guesses) < min(draft, room - 1):
+            logits, own = head(text, features)
+            guesses.append(int(logits[-1].argmax()))
+            text, features = [*text, guesses[-1]], [*features, own[-1]]
+        best = model([*tokens, *guesses])[0].argmax(axis=1)[len(tokens) - 1 :].tolist()
+        num_right = next((i for i, g in enumerate(guesses) if g != best[i]), len(guesses))
+        tokens += best[: num_right + 1]
+        steps, drafted, accepted = steps + 1, drafted + len(guesses), accepted + num_right
+    return tokens[len(prompt) :], [steps, drafted, accepted]
+
+
 def allow_parity(state):
     return jnp.arange(5) % 2 == state
 

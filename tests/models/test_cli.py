@@ -277,7 +277,7 @@ def test_compiled_programs_are_stored_and_damaged_files_are_harmless(letters, tm
     first = run()
     assert f"compiled programs are stored in {folder}" in first.stderr
     files = {path: path.read_bytes() for path in folder.glob("*-cache")}
-    assert any("jit_step" in path.name for path in files)
+    assert any("jit_model_step" in path.name for path in files)
     for path, data in files.items():
         path.write_bytes(data[: len(data) // 2])
     damaged = run()

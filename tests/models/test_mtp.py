@@ -1,6 +1,7 @@
 """Drafts of MTP heads: the logits of transformers' layers, and those of a loop without caches."""
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxkv
 import models
+from tests.generation.tiny import speculate_plainly
 from tests.helpers.parametrize import mark_cases
 from tests.models.tiny_files import DATA, config_at
 
@@ -49,23 +51,6 @@ def run_once(model, tokens, features=None):
     return [np.asarray(x)[:count] for x in program_of(model)(model.params, padded, count, features)]
 
 
-def speculate_without_caches(model, head, prompt):
-    """Tokens and counts of a greedy loop that computes model and head on whole texts."""
-    tokens = [*prompt, int(run_once(model, prompt)[0][-1].argmax())]
-    steps = drafted = accepted = 0
-    while (room := COUNT - (len(tokens) - len(prompt))) > 0:
-        text, features, guesses = tokens[1:], list(run_once(model, tokens[:-1])[1]), []
-        while len(guesses) < min(DRAFT, room - 1):
-            logits, own = run_once(head, text, features)
-            guesses.append(int(logits[-1].argmax()))
-            text, features = [*text, guesses[-1]], [*features, own[-1]]
-        best = run_once(model, [*tokens, *guesses])[0].argmax(axis=1)[len(tokens) - 1 :].tolist()
-        num_right = next((i for i, g in enumerate(guesses) if g != best[i]), len(guesses))
-        tokens += best[: num_right + 1]
-        steps, drafted, accepted = steps + 1, drafted + len(guesses), accepted + num_right
-    return tokens[len(prompt) :], [steps, drafted, accepted]
-
-
 @over_names
 def test_logits_of_head_match_layer_of_transformers(name):
     model, head = load_both(name)
@@ -90,7 +75,9 @@ def test_speculate_with_head_says_what_a_loop_without_caches_says(name):
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     counts = np.stack([out.num_model_steps, out.num_drafted, out.num_accepted], axis=1)
     for tokens, found, prompt in zip(out.lists(), counts.tolist(), prompts, strict=True):
-        assert (tokens, found) == speculate_without_caches(model, head, prompt)
+        both = partial(run_once, model), partial(run_once, head)
+        wanted = speculate_plainly(*both, prompt, count=COUNT, draft=DRAFT)
+        assert (tokens, found) == wanted
     assert (counts[:3, 2] > 5).all() and (counts[:3, 0] < COUNT - 5).all()
 
 

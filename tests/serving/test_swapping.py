@@ -168,10 +168,8 @@ def test_engine_that_lost_its_cache_keeps_the_tokens_of_swapped_requests():
 
 
 def test_swapped_request_keeps_the_prefix_hit_of_its_prompt():
-    engine, prompt = (
-        servers.make_engine(POOL, [4], stop_tokens=(), host_bytes=10**6),
-        draw_tokens(8),
-    )
+    engine = servers.make_engine(POOL, [4], stop_tokens=(), host_bytes=10**6)
+    prompt = draw_tokens(8)
     engine._schedule.reserves = False
     engine._swapper._flops_per_token = 10**6
     servers.run_prompt(engine, prompt)

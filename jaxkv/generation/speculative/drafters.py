@@ -213,11 +213,9 @@ def prompt_lookup(
 
     llama.cpp: `examples/prompt_lookup`.
     """
-    ngram, num_draft_tokens, recent = (
-        check_count(ngram, "ngram"),
-        check_count(num_draft_tokens, "num_draft_tokens"),
-        check_count(recent, "recent"),
-    )
+    ngram = check_count(ngram, "ngram")
+    num_draft_tokens = check_count(num_draft_tokens, "num_draft_tokens")
+    recent = check_count(recent, "recent")
     num_branches = check_count(num_branches, "num_branches")
     if recent <= ngram:
         raise ValueError(

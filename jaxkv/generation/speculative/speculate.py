@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,11 +11,11 @@ import jax.numpy as jnp
 
 from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, merge, split
-from jaxkv.core.array_utils import DROP, is_traced
-from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.array_utils import DROP
 from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers, run_model
+from jaxkv.generation.model_program import ModelProgram
+from jaxkv.generation.model_step import Forward, model_step, run_model
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import check_stop_tokens, empty_samples
 from jaxkv.generation.sampler import Sampler
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
     from jaxkv.generation.types import StopTokens
-    from jaxkv.table import CacheTable
 
 
 class _DraftedTokens(NamedTuple):
@@ -187,42 +185,27 @@ def speculate(
     drafter.check(cache)
     if not batch_size:
         return DecodeResult(cache, state, *_empty_drafted_tokens(0, num_tokens), drafter=drafter)
-    fixed = params, check_stop_tokens(stop_tokens, batch_size)
-    if is_traced(sampler, drafter, cache, state, fixed):
-        setup = _Setup(forward, sampler, *fixed)
-        cache, state, drafter, made = _speculate(setup, drafter, cache, state, num_tokens)
-        return DecodeResult(cache, state, *made, drafter=drafter)
-    table, buffers = own_or_copied_buffers(cache, donate)
-    loop = cached_program(_build_speculate_program, forward)
-    args = attach_node_types((drafter, sampler)), fixed, table, buffers, state
-    table, buffers, next_state, drafter, made = loop(*args, num_tokens=num_tokens)
+    args = attach_node_types((drafter, sampler)), state, check_stop_tokens(stop_tokens, batch_size)
+    cache, next_state, drafter, made = _SPECULATE(
+        forward, params, cache, *args, donate=donate, num_tokens=num_tokens
+    )
     # The ids in the input state can be read before the program ends; those in the output cannot.
     next_state = replace(next_state, sequence=state.sequence)
-    return DecodeResult(merge(table, buffers), next_state, *made, drafter=drafter)
-
-
-def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
-    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
-    def loop(
-        by: TreeWithTypes[tuple[Drafter, Sampler]],
-        fixed: tuple,
-        table: CacheTable,
-        buffers: PyTree,
-        state: DecodeState,
-        *,
-        num_tokens: int,
-    ) -> tuple:
-        drafter, sampler = by.value
-        setup = _Setup(forward(), sampler, *fixed)
-        cache, *rest = _speculate(setup, drafter, merge(table, buffers), state, num_tokens)
-        return cache.table, cache.buffers, *rest
-
-    return loop
+    return DecodeResult(cache, next_state, *made, drafter=drafter)
 
 
 def _speculate(
-    setup: _Setup, drafter: Drafter, cache: Cache, state: DecodeState, num_tokens: int
+    forward: Forward,
+    params: PyTree,
+    cache: Cache,
+    by: TreeWithTypes[tuple[Drafter, Sampler]],
+    state: DecodeState,
+    stop_tokens: Int32[Array | np.ndarray, "#Z n"],
+    *,
+    num_tokens: int,
 ) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
+    drafter, sampler = by.value
+    setup = _Setup(forward, sampler, params, stop_tokens)
     batch_size, tries = state.token.shape[0], drafter.num_draft_tokens
     if drafter.num_branches > 1:
         table = cache.table
@@ -233,12 +216,13 @@ def _speculate(
         return jnp.any(progress.state.active & (_num_sampled(progress.made) < num_tokens))
 
     def body(progress: _Progress) -> _Progress:
-        made, done, at = progress.made, _num_sampled(progress.made), progress.at
-        active = progress.state.active & (done < num_tokens)
+        made, state, at = progress.made, progress.state, progress.at
+        done = _num_sampled(made)
+        active = state.active & (done < num_tokens)
         is_drafting = active & progress.drafting
-        drafter, draft = progress.drafter.propose(setup.sampler, progress.state, is_drafting, at)
+        drafter, draft = progress.drafter.propose(setup.sampler, state, is_drafting, at)
         # A step samples one more token than the draft has.
-        room = jnp.minimum(num_tokens - done, progress.state.remaining) - 1
+        room = jnp.minimum(num_tokens - done, state.remaining) - 1
         may = is_drafting[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
         if setup.sequences is None:
             draft = draft._replace(valid=draft.valid & may)
@@ -251,21 +235,18 @@ def _speculate(
             num_drafted = jnp.sum(nodes.first, axis=(1, 2), dtype=jnp.int32)
             cache, result = _run_draft_width_step(setup, draft, active, progress)
             after = result.tokens[:, :-1]
-        fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
+        fed = jnp.concatenate([state.token[:, None], after], axis=1)
         num_drafted = jnp.where(result.num_tokens > 0, num_drafted, 0)
         # A sequence that ends with invalid logits has a log-probability of NaN, but no token.
         broken = active & (result.state.reason == Reason.NONFINITE_LOGITS)
+        num_logprobs = result.num_tokens + broken
         return _Progress(
             cache=cache,
             state=result.state,
-            drafter=drafter.update(
-                progress.state.sequence, at, fed, result.num_tokens, result.features
-            ),
+            drafter=drafter.update(state.sequence, at, fed, result.num_tokens, result.features),
             made=_DraftedTokens(
                 tokens=_append_rows(made.tokens, done, result.tokens, result.num_tokens),
-                logprobs=_append_rows(
-                    made.logprobs, done, result.logprobs, result.num_tokens + broken
-                ),
+                logprobs=_append_rows(made.logprobs, done, result.logprobs, num_logprobs),
                 num_model_steps=made.num_model_steps + active,
                 num_drafted=made.num_drafted + num_drafted,
                 num_accepted=made.num_accepted + result.accepted,
@@ -283,6 +264,9 @@ def _speculate(
     table = progress.cache.table
     state, made = replicate(table, (update_last_token_hashes(table, progress.state), progress.made))
     return progress.cache, state, progress.drafter, made
+
+
+_SPECULATE = ModelProgram(_speculate, "num_tokens")
 
 
 def _empty_drafted_tokens(batch_size: int, num_tokens: int) -> _DraftedTokens:

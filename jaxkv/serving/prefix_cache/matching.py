@@ -27,7 +27,7 @@ from jaxkv.serving.prefix_cache.prompts import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, PyTree, Shaped, UInt8, UInt32
+    from jaxtyping import Array, Bool, Int32, Shaped, UInt8, UInt32
 
     from jaxkv.kv.table import CellTable
     from jaxkv.recurrent.table import StateTable
@@ -49,9 +49,8 @@ def find_miss_reasons(cache: Cache, seq: int, inputs: ModelInputs) -> UInt8[np.n
     for table in iterate_part_tables(cache.table):
         blocks, total = [], jnp.uint32(0)
         for start in starts:
-            *block, total = _resumable_in_block(
-                table, np.int32(seq), *_cut_block(padded, int(start)), start, total
-            )
+            block_inputs = jax.tree.map(lambda x, start=start: x[start : start + BLOCK], padded)
+            *block, total = _resumable_in_block(table, np.int32(seq), *block_inputs, start, total)
             blocks.append(block)
         can_resume, whole, same = (
             np.concatenate(x)[: last + 1] for x in zip(*jax.device_get(blocks), strict=True)
@@ -80,11 +79,6 @@ def resumes_wherever(
     return bool(
         np.all((reasons[:size] == MissReason.NONE) | (other_reasons[:size] != MissReason.NONE))
     )
-
-
-def _cut_block(arrays: PyTree, start: int) -> PyTree:
-    """Return the entries of arrays for the block of positions from `start` on."""
-    return jax.tree.map(lambda x: x[start : start + BLOCK], arrays)
 
 
 def find_longest_match(
