@@ -42,7 +42,7 @@ class Hypotheses(NamedTuple):
     lengths: Int32[Array, " k"]
 
 
-class BeamSearch(NamedTuple):
+class BeamState(NamedTuple):
     """State of a beam search, with unfinished (`living`) and finished (`ended`) hypotheses."""
 
     living: Hypotheses
@@ -51,7 +51,7 @@ class BeamSearch(NamedTuple):
     reason: Int32[Array, ""]
 
 
-def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
+def init_beam_state(num_beams: int, num_tokens: int) -> BeamState:
     """Return the initial state of a beam search, with one empty hypothesis."""
     none = Hypotheses(
         tokens=jnp.full((num_beams, num_tokens), -1, jnp.int32),
@@ -60,7 +60,7 @@ def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
     )
     # The first step extends only this hypothesis; k equal ones would give k equal extensions.
     living = none._replace(scores=none.scores.at[0].set(0))
-    return BeamSearch(living, none, jnp.int32(0), jnp.int32(Reason.OK))
+    return BeamState(living, none, jnp.int32(0), jnp.int32(Reason.OK))
 
 
 def is_filled(hypotheses: Hypotheses) -> Bool[Array, " k"]:
@@ -85,7 +85,7 @@ def select_best(
     return jax.tree.map(lambda x: x[index], both)
 
 
-def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
+def can_improve(search: BeamState, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
     """Return whether an unfinished hypothesis can still become one of the k best."""
     # Scores never increase, so the present score at the most favourable length is an upper bound.
     living, steps = search.living, search.living.tokens.shape[1]
@@ -99,11 +99,11 @@ def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Ar
 
 
 def advance_search(
-    search: BeamSearch,
+    search: BeamState,
     logits: Float[Array, "k V"],
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
-) -> tuple[Int32[Array, " k"], BeamSearch]:
+) -> tuple[Int32[Array, " k"], BeamState]:
     """Extend each beam by one token; return the parent of each new beam, and the new state."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
@@ -133,7 +133,7 @@ def advance_search(
     # extensions.
     _, ended_now = extend_beams(scores, jnp.where(ended, scores, -jnp.inf))
     kept = select_best(search.ended, ended_now, length_penalty)
-    grown_search = BeamSearch(living_now, kept, search.length + 1, search.reason)
+    grown_search = BeamState(living_now, kept, search.length + 1, search.reason)
     reason = jnp.int32(Reason.NONFINITE_LOGITS)
     return jax.tree.map(
         partial(jnp.where, broken),
@@ -338,7 +338,7 @@ def _run_search(
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
     cache, _ = seq_select(cache, sequences[jnp.zeros_like(rows)], sequences)
 
-    def body(carry: tuple[Cache, BeamSearch]) -> tuple[Cache, BeamSearch]:
+    def body(carry: tuple[Cache, BeamState]) -> tuple[Cache, BeamState]:
         cache, search = carry
         table = cache.table
         token = search.living.tokens[:, search.length - 1]
@@ -355,23 +355,23 @@ def _run_search(
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
         return cache, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
 
-    first = init_search(rows.size, num_tokens)
+    first = init_beam_state(rows.size, num_tokens)
     logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
     _, search = advance_search(first, logits, stop_tokens, length_penalty)
     cache, search = jax.lax.while_loop(
         lambda carry: can_improve(carry[1], length_penalty), body, (cache, search)
     )
     best = select_best(search.ended, search.living, length_penalty)
-    cache, num_cached = _trim_sequences(cache, search, best, sequences, begins)
+    cache, num_cached = _select_cached_prefixes(cache, search, best, sequences, begins)
     return cache, *replicate(cache.table, (*best, num_cached, search.reason))
 
 
 _SEARCH = ModelProgram(_run_search, "num_tokens")
 
 
-def _trim_sequences(
+def _select_cached_prefixes(
     cache: Cache,
-    search: BeamSearch,
+    search: BeamState,
     best: Hypotheses,
     sequences: Int32[Array, " k"],
     begins: Int32[Array, ""],

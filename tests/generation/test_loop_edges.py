@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.generation.beam import Hypotheses, advance_search, init_search, is_filled
+from jaxkv.generation.beam import Hypotheses, advance_search, init_beam_state, is_filled
 from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.sampler import adjust_logits
 from tests.generation.tiny import forward
@@ -110,13 +110,13 @@ def test_beam_without_an_allowed_token_ends_with_what_it_has():
 
 
 def test_beam_search_of_more_beams_than_tokens_leaves_beams_empty():
-    search, none = init_search(3, 1), np.zeros(0, np.int32)
+    search, none = init_beam_state(3, 1), np.zeros(0, np.int32)
     _, after = advance_search(search, jnp.zeros((3, 2)), none, jnp.float32(1))
     assert after.living.tokens[:, 0].tolist() == [0, 1, -1]
 
 
 def test_beam_search_drops_a_beam_without_an_allowed_token():
-    search = init_search(2, 3)
+    search = init_beam_state(2, 3)
     scores = jnp.array([-1.0, -2.0])
     living = Hypotheses(jnp.array([[7, -1, -1], [3, -1, -1]]), scores, jnp.array([1, 1]))
     search = search._replace(living=living, length=jnp.int32(1))

@@ -259,7 +259,7 @@ def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
         )
 
 
-def features_of_outputs(aux: PyTree, like: PyTree, *places: int) -> PyTree:
+def reshape_features(aux: PyTree, like: PyTree, *places: int) -> PyTree:
     """Return the third result of a model, `[O, ...]`, with the axes `places` in place of O.
 
     `like` has the features of one token of each sequence, `[Z, ...]`. If None, the result is None.

@@ -19,7 +19,7 @@ from jaxkv.generation.speculative.drafters import (
     Drafter,
     DraftTokens,
     check_state_size,
-    features_of_outputs,
+    reshape_features,
 )
 from jaxkv.generation.state import DecodeState, last_positions
 from jaxkv.planning.planners import plan_next
@@ -78,7 +78,7 @@ class ModelDrafter(Drafter):
             cache, logits, aux = run_model(self.forward, self.params, cache, ubatch)
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             if features is not None:
-                features = features_of_outputs(aux, features[:, 0], *tokens.shape)[:, -1]
+                features = reshape_features(aux, features[:, 0], *tokens.shape)[:, -1]
             adjusted = adjust_logits(sampler, logits, adjusting)
             token = sample_tokens(
                 sampler, adjusted, make_draw_keys(state.key, state.draw_index + i, 2)

@@ -26,7 +26,7 @@ from jaxkv.generation.speculative.drafters import (
     DraftTokens,
     check_drafter,
     check_rollback,
-    features_of_outputs,
+    reshape_features,
 )
 from jaxkv.generation.state import (
     DecodeState,
@@ -404,7 +404,7 @@ def _feed_draft(
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
     samples = verify_draft(setup.sampler, logits, draft, state, ok)
-    features = features_of_outputs(aux, progress.drafter.features, *fed.shape)
+    features = reshape_features(aux, progress.drafter.features, *fed.shape)
     return cache, plan, ok, samples, draft, features
 
 
