@@ -84,7 +84,7 @@ def generate(
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       seed: An integer from 0 to 2**32 - 1 or a key of `jax.random`, or a list of seeds, one for
-        each of P * num_samples sequences. A sample does not depend on the number of other samples.
+        each sample of each prompt. A sample does not depend on the number of other samples.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: A `Drafter`, which drafts several tokens of each sequence per step; see `speculate`.
       edit: Function `(cache, aux) -> cache`, called after the prompts and after each step of

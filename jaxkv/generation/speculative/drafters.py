@@ -96,7 +96,7 @@ class Drafter(ABC):
         num_cached: Int32[Array, " Z"],
         features: PyTree = None,
     ) -> Self:
-        """Return the drafter after a step of the verifying model.
+        """Return the drafter after a step of the target model.
 
         Args:
           sequences: Ids of the sequences.

@@ -125,8 +125,8 @@ def head_drafter(
         whose `extra={"features": ...}` are the features of the token before each token. It may be
         empty, but then fewer drafts are accepted. With recurrent states, `max_rollback` must be
         at least `num_draft_tokens`.
-      features: Features of the last token of each prompt, in the order of the state of `speculate`
-        or of the prompts of `generate`; zeros if they are unknown. `prefill` does not return them:
+      features: Features of each prompt's last token, in the order of the state (`speculate`) or of
+        the prompts (`generate`); zeros if they are unknown. `prefill` does not return them:
         call `plan = init_batch(cache, make_batch(prompts, outputs=[True] * n))` for the n tokens of
         all prompts, then `step, logits, features = forward(params, apply(cache, ubatch))` for each
         ubatch of the plan, with `cache = step.cache`. `plan.gather_outputs` of the list of features
