@@ -139,6 +139,13 @@ def add_head(tensors):
         tensors[f"blk.{last + 1}.{name}.weight"] = np.ones(4, np.float32)
 
 
+def add_images(tensors):
+    """Add some tensors for images and audio."""
+    for name in ("v.blk.0.attn_q", "a.blk.0.attn_q", "mm.input_projection"):
+        tensors[f"{name}.weight"] = np.ones((2, 2), np.float32)
+
+
+IMAGES = {"vision.block_count": 27, "audio.block_count": 2, "mm.tokens_per_image": 256}
 LONGER = {"block_count": 7, "nextn_predict_layers": 1}
 LONGER |= {
     "feed_forward_length": [0, 12] * 3 + [12],
@@ -148,7 +155,9 @@ OLDER = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla")
 OLDER |= {"attention.key_length": 10, "attention.value_length": 5, "attention.head_count_kv": 4}
 FORMS = [
     ("qwen3_moe", None, {"expert_shared_feed_forward_length": 0}),
+    ("qwen3_moe", fuse_experts, {}),
     ("qwen3_next", fuse_experts, {}),
+    ("gemma3", add_images, IMAGES),
     ("qwen3_next", keep_qkvz, {}),
     ("qwen3_next", flatten_gates, {}),
     ("qwen3_5_moe", flatten_gates, {}),
