@@ -237,6 +237,17 @@ def test_granite_rotates_if_the_file_says_so(tmp_path):
     assert file.config.rope == folder.config.rope is not None
 
 
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma3_without_window_attends_to_all_positions(tmp_path, window):
+    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "gemma3.gguf")
+    metadata = metadata | {f"{arch}.attention.sliding_window": window}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
+    changes = FIXED["gemma3"] | {"layer_types": ["full_attention"] * 4}
+    folder = models.load_shapes(config_at(tmp_path, "gemma3", **changes))
+    assert_close(*(dataclasses.asdict(model.config) for model in (file, folder)))
+
+
 @pytest.mark.parametrize("divisors", [[1, 1, 1e30], [1, 2, *[1e30] * 6], [1e30, *[1] * 7]])
 def test_gemma4_with_other_divisors_raises(tmp_path, divisors):
     arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "gemma4.gguf")
