@@ -228,9 +228,11 @@ def test_tensor_with_two_names_is_unused(tmp_path):
         models.load(path)
 
 
-def test_granite_rotates_if_the_file_says_so(tmp_path):
+@pytest.mark.parametrize("rotates", [True, None])
+def test_granite_rotates_unless_the_file_says_otherwise(tmp_path, rotates):
     arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "granite_hybrid_experts.gguf")
-    metadata = metadata | {f"{arch}.rope.scaling.finetuned": True}
+    metadata = metadata | {f"{arch}.rope.scaling.finetuned": rotates}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
     file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
     changes = {"position_embedding_type": "rope"}
     folder = models.load_shapes(config_at(tmp_path, "granite_hybrid_experts", **changes))
