@@ -287,6 +287,12 @@ def test_gguf_ids_left_out_are_those_of_llama_cpp(tokenizer_of):
     assert (letters.prefix, letters.eos) == ((), None)
 
 
+def test_gguf_with_an_empty_piece(tokenizer_of):
+    more = {"tokens": [*PIECES["tokens"], ""], "token_type": [*PIECES["token_type"], 1]}
+    pieces = tokenizer_of(PIECES | more)
+    assert pieces.prompt("a b") == [1, 6, 3, 5] and pieces.decode([4, 263]) == "a"
+
+
 def test_gguf_ids_outside_of_the_vocabulary_are_left_out(tmp_path, tokenizer_of):
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "padding_token_id"), 2**32 - 1)
     pieces = tokenizer_of(PIECES | ids | {"unknown_token_id": 1000})

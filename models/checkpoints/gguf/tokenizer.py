@@ -249,6 +249,7 @@ def _pieces(get: Metadata, tokens: list[str], types: list[int], **fields: Any) -
     for id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
         # User-defined tokens have spaces in the file, which are "▁" in normalised text.
         piece = token.replace(" ", "▁") if kind == _USER else token
+        piece = piece or f"[EMPTY_{id}]"  # the library accepts no empty piece
         kind = _UNKNOWN if id == unknown else _CONTROL if kind == _UNKNOWN else kind
         proto.pieces.add(piece=piece, score=score, type=kind)
     proto.trainer_spec.model_type = proto.trainer_spec.BPE
