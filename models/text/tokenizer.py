@@ -12,7 +12,7 @@ from typing import Any
 from models.errors import ModelError, first_line
 
 # Names of tokens that end a turn or a text. GGUF files often declare only one of several.
-_ENDS = {
+ENDS = {
     "</s>",
     "<eos>",
     "<end_of_turn>",
@@ -24,7 +24,10 @@ _ENDS = {
     "<|im_end|>",
     "<|return|>",
     "<|call|>",
+    "<|tool_response>",
     "<turn|>",
+    "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
 }
 
 
@@ -61,7 +64,7 @@ class Tokenizer:
     @property
     def named_ends(self) -> frozenset[int]:
         """Ids of control tokens whose names say that they end a turn or a text ("<|im_end|>")."""
-        names = _ENDS & self.control.keys()
+        names = ENDS & self.control.keys()
         if names & {"<|return|>", "<|call|>"}:  # of gpt-oss, whose messages end with "<|end|>"
             names -= {"<|end|>"}
         return frozenset(self.control[name] for name in names)

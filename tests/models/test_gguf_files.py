@@ -139,6 +139,13 @@ def add_head(tensors):
         tensors[f"blk.{last + 1}.{name}.weight"] = np.ones(4, np.float32)
 
 
+def add_images(tensors):
+    """Add some tensors for images and audio."""
+    for name in ("v.blk.0.attn_q", "a.blk.0.attn_q", "mm.input_projection"):
+        tensors[f"{name}.weight"] = np.ones((2, 2), np.float32)
+
+
+IMAGES = {"vision.block_count": 27, "audio.block_count": 2, "mm.tokens_per_image": 256}
 LONGER = {"block_count": 7, "nextn_predict_layers": 1}
 LONGER |= {
     "feed_forward_length": [0, 12] * 3 + [12],
@@ -148,7 +155,9 @@ OLDER = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla")
 OLDER |= {"attention.key_length": 10, "attention.value_length": 5, "attention.head_count_kv": 4}
 FORMS = [
     ("qwen3_moe", None, {"expert_shared_feed_forward_length": 0}),
+    ("qwen3_moe", fuse_experts, {}),
     ("qwen3_next", fuse_experts, {}),
+    ("gemma3", add_images, IMAGES),
     ("qwen3_next", keep_qkvz, {}),
     ("qwen3_next", flatten_gates, {}),
     ("qwen3_5_moe", flatten_gates, {}),
@@ -219,13 +228,26 @@ def test_tensor_with_two_names_is_unused(tmp_path):
         models.load(path)
 
 
-def test_granite_rotates_if_the_file_says_so(tmp_path):
+@pytest.mark.parametrize("rotates", [True, None])
+def test_granite_rotates_unless_the_file_says_otherwise(tmp_path, rotates):
     arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "granite_hybrid_experts.gguf")
-    metadata = metadata | {f"{arch}.rope.scaling.finetuned": True}
+    metadata = metadata | {f"{arch}.rope.scaling.finetuned": rotates}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
     file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
     changes = {"position_embedding_type": "rope"}
     folder = models.load_shapes(config_at(tmp_path, "granite_hybrid_experts", **changes))
     assert file.config.rope == folder.config.rope is not None
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma3_without_window_attends_to_all_positions(tmp_path, window):
+    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "gemma3.gguf")
+    metadata = metadata | {f"{arch}.attention.sliding_window": window}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
+    changes = FIXED["gemma3"] | {"layer_types": ["full_attention"] * 4}
+    folder = models.load_shapes(config_at(tmp_path, "gemma3", **changes))
+    assert_close(*(dataclasses.asdict(model.config) for model in (file, folder)))
 
 
 @pytest.mark.parametrize("divisors", [[1, 1, 1e30], [1, 2, *[1e30] * 6], [1e30, *[1] * 7]])

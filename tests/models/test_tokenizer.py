@@ -157,6 +157,11 @@ O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+# The letters of the vocabulary of DeepSeek V2 in the tested texts.
+CASED, MARKS = r"\s?[A-Za-zÀ-ÖØ-öЀ-ӿ]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
+EAST_ASIAN = "[一-龥ࠀ-一가-\ud7ff]+"
+
 
 @pytest.mark.parametrize(
     ("pre", "cut"),
@@ -167,6 +172,11 @@ O200K = (
         ("qwen35", split(QWEN35)),
         ("deepseek-v3", split(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK)),
         ("gpt-4o", split(O200K)),
+        ("dbrx", split(NEWER % r"\p{N}{1,3}")),
+        ("tekken", split(O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", ""))),
+        ("deepseek-llm", split("[\r\n]", CASED, MARKS, r"\s+$", EAST_ASIAN, r"\p{N}+")),
+        ("deepseek-coder", split("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, r"\p{N}")),
+        ("default", split(r"[\p{P}$+<=>^~|]+", GPT_2, r"\p{N}+", "[0-9]{3}")),
     ],
 )
 def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
@@ -223,7 +233,12 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
         assert ours.prompt(text) == [theirs.bos_id(), *theirs.encode(text)]
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode("</s>") != ours.encode("</s>", special=True) == [theirs.eos_id()]
-    assert ours.named_ends == {theirs.eos_id()}
+    # The end of a turn is a control token, even if the file calls it user-defined.
+    end = theirs.piece_to_id("<|im_end|>")
+    assert (
+        ours.named_ends == {theirs.eos_id(), end} == {*ours.encode("</s><|im_end|>", special=True)}
+    )
+    assert end not in ours.encode("<|im_end|>")
     # A stream continues a text, so the space of its first word stays.
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
 
@@ -270,6 +285,22 @@ def test_gguf_ids_left_out_are_those_of_llama_cpp(tokenizer_of):
     assert tokenizer_of(PIECES | {"add_bos_token": False}).prefix == ()
     letters = tokenizer_of({"model": "gpt2", "pre": "llama-bpe", "tokens": LETTERS})
     assert (letters.prefix, letters.eos) == ((), None)
+
+
+def test_gguf_with_an_empty_piece(tokenizer_of):
+    more = {"tokens": [*PIECES["tokens"], ""], "token_type": [*PIECES["token_type"], 1]}
+    pieces = tokenizer_of(PIECES | more)
+    assert pieces.prompt("a b") == [1, 6, 3, 5] and pieces.decode([4, 263]) == "a"
+
+
+def test_gguf_ids_outside_of_the_vocabulary_are_left_out(tmp_path, tokenizer_of):
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "padding_token_id"), 2**32 - 1)
+    pieces = tokenizer_of(PIECES | ids | {"unknown_token_id": 1000})
+    assert (pieces.prefix, pieces.eos) == ((1,), 2) and pieces.prompt("a b") == [1, 6, 3, 5]
+    fields = {"model": "gpt2", "tokens": LETTERS, "bos_token_id": 256, "add_bos_token": True}
+    assert tokenizer_of(fields).prefix == ()
+    fields |= {"eos_token_id": 2**32 - 1, "eot_token_id": 3, "eos_token_ids": [4, 5]}
+    assert open_checkpoint(write_gguf(tmp_path / "ends.gguf", fields)).end_tokens == {3, 4, 5}
 
 
 @pytest.mark.parametrize("key", ["add_bos_token", "add_space_prefix"])

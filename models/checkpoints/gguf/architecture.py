@@ -82,6 +82,8 @@ class Architecture:
         The argument `count` is the number of layers that do not predict further tokens.
         """
         found = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)", name)
+        if name.startswith(("v.", "a.", "mm.")):  # of images and audio
+            return f"vision_tower.{name}"
         if found is None:
             return self.outside.get(name)
         number, part = int(found[1]), found[2]

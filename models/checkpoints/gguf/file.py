@@ -33,11 +33,11 @@ from models.checkpoints.gguf.architectures import (
     qwen3_5,
 )
 from models.checkpoints.gguf.config import config_from_gguf, count_layers
-from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.gguf.metadata import Metadata, token_id
 from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.tensor import Tensor, check_numbers
 from models.errors import ModelError, first_line
-from models.kinds import TEXT, TOKEN, whole
+from models.kinds import TEXT, TOKEN, several, whole
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: arch
@@ -87,13 +87,15 @@ def open_gguf(path: Path) -> Checkpoint:
 
         return tokenizer_from_gguf(vocabulary, get("tokenizer.chat_template", TEXT))
 
-    ends = (vocabulary(key, TOKEN) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends = {token_id(vocabulary, key) for key in keys} - {None}
+    ends.update(vocabulary("eos_token_ids", several(TOKEN, 2**10), ()))  # of Ollama
     return Checkpoint(
         source=source,
         architecture=config["model_type"],
         config=config,
         tensors=convert_tensors(tensors, arch, config, source),
-        end_tokens=frozenset(end for end in ends if end is not None),
+        end_tokens=frozenset(ends),
         load_tokenizer=load_tokenizer,
         stored_name=partial(arch.stored_name, layers),
         named_ends=True,

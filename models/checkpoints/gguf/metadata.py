@@ -15,6 +15,9 @@ _FLAG = Kind(
 )
 FLAGS = several(_FLAG, LAYERS)
 """A flag for each layer."""
+_ID = whole(0, 2**32 - 1)
+_OTHER_SENSES = ("vision.", "audio.", "mm.")
+"""Beginnings of keys for images and audio, which have no effect on tokens of text."""
 
 
 class Metadata:
@@ -76,8 +79,20 @@ class Metadata:
         """Raise `ModelError` for a key that was not read, unless its value is in `allowed`."""
         for key in self._reader.fields:
             name = key.removeprefix(self.prefix)
-            if key.startswith(self.prefix) and name not in self._read_keys:
+            read = name in self._read_keys or name.startswith(_OTHER_SENSES)
+            if key.startswith(self.prefix) and not read:
                 values = allowed.get(name, ())
                 if self(name) not in values:
                     expected = " or ".join(map(brief_json, values)) or "left out"
                     raise self.unsupported(name, expected)
+
+
+def token_id(
+    get: Metadata, name: str, default: int | None = None, count: int = 2**31 - 1
+) -> int | None:
+    """Return the token id under a key; `default` if it is absent or not one of `count` tokens.
+
+    In some files, an absent token has the id -1, written as 2**32 - 1.
+    """
+    found = get(name, _ID, default)
+    return found if found is None or found < count else default

@@ -9,13 +9,13 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.gguf.metadata import Metadata, token_id
 from models.errors import ModelError, NoTokenizerError, first_line
-from models.kinds import FLAG, TEXT, TOKEN, Kind, check, number, refusal, several, whole
+from models.kinds import FLAG, TEXT, Kind, check, number, refusal, several, whole
 from models.text.chat import render
 from models.text.from_folder import from_tokenizers
 from models.text.token_bytes import from_letters, from_pieces
-from models.text.tokenizer import Tokenizer
+from models.text.tokenizer import ENDS, Tokenizer
 
 # Kinds of tokens in the file; SentencePiece has the same numbers.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
@@ -28,12 +28,14 @@ _KEYS = (
     "mask_token_id cls_token_id separator_token_id token_type_count "
     "precompiled_charsmap remove_extra_whitespaces fim_pre_token_id fim_suf_token_id "
     "fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id "
-    "prefix_token_id suffix_token_id middle_token_id"
+    "prefix_token_id suffix_token_id middle_token_id add_padding_token add_unknown_token "
+    "eos_token_ids suppress_tokens"
 )
 
 _EITHER_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str, letters: str = r"\p{L}") -> list:
@@ -46,14 +48,15 @@ def _words(digits: str, letters: str = r"\p{L}") -> list:
     return _split(_EITHER_CASE, words, digits, signs, _SPACES)
 
 
-def _o200k() -> list:
-    """Return the pre-tokenizers of the vocabulary of GPT-4o and gpt-oss."""
+def _o200k(ending: str = f"{_EITHER_CASE}?", digits: str = r"\p{N}{1,3}") -> list:
+    """Return the pre-tokenizers of the vocabulary of GPT-4o and gpt-oss, and of similar ones.
+
+    The arguments are regexes for the ending of a word and for digits.
+    """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    words = (
-        f"{_BEFORE}{word}{_EITHER_CASE}?" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*")
-    )
+    words = (f"{_BEFORE}{word}{ending}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-    return _split(*words, r"\p{N}{1,3}", signs, _SPACES)
+    return _split(*words, digits, signs, _SPACES)
 
 
 def _deepseek_v3() -> list:
@@ -61,12 +64,19 @@ def _deepseek_v3() -> list:
     terms = r"[!-/:-@\[-`{-~][A-Za-z]+"
     words = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     signs = r" ?[\p{P}\p{S}]+[\r\n]*"
-    splits = [_split(one)[0] for one in (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")]
-    return [*splits, *_split(terms, words, signs, _SPACES)]
+    last = "|".join((terms, words, signs, _SPACES))
+    return _in_turn(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", last)
 
 
 def _split(*patterns: str) -> list:
-    return [pre_tokenizers.Split(Regex("|".join(patterns)), "isolated"), _letters(False)]
+    """Return pre-tokenizers that split at any of the patterns."""
+    return _in_turn("|".join(patterns))
+
+
+def _in_turn(*patterns: str) -> list:
+    """Return pre-tokenizers that split at the first pattern, then the parts at the second, etc."""
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
+    return [*splits, _letters(False)]
 
 
 def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
@@ -77,19 +87,39 @@ def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
-_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1", "pixtral")
+_LIKE_GPT_2 = ("gpt-2", "gpt2", "mpt", "olmo", "gigachat", "a.x-4.0", "mellum", "trillion")
+_LIKE_GPT_2 += ("granite-docling",)
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral")
+_LLAMA_3 += ("midm-2.0",)
+_WHOLE_WORDS = (*_LLAMA_3, "tekken")
+"""Pre-tokenizers of vocabularies that begin a text with `bos`, and have words without merges."""
+_CASED = (  # letters with two cases, without scripts that were added later
+    r"\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}\x{10CD}\x{10D0}-\x{10FF}\x{1C80}-\x{1C88}"
+    r"\x{2D00}-\x{2D2D}\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}\x{10570}-\x{105BC}"
+    r"\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF2A}]"
+)
+_EAST_ASIAN = r"[一-龥ࠀ-一가-\x{D7FF}]+"
 _PRE_TOKENIZERS: dict[str, Callable[[], list]] = {
-    # Converters write "default" for unknown vocabularies.
-    **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
+    # Of files without the key, and of vocabularies that converters do not know.
+    "default": lambda: _in_turn(r"[\p{P}$+<=>^~|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(_LIKE_GPT_2, lambda: [_letters(True)]),
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r"),
+        ("smollm", "starcoder", "refact", "command-r", "minerva-7b"),
         lambda: [pre_tokenizers.Digits(individual_digits=True), _letters(True)],
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _words(r"\p{N}")),
-    "deepseek-v3": _deepseek_v3,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), lambda: _words(r"\p{N}")),
+    "deepseek-llm": lambda: _in_turn(
+        *(r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$"),
+        *(_EAST_ASIAN, r"\p{N}+"),
+    ),
+    "deepseek-coder": lambda: _in_turn(
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"
+    ),
+    **dict.fromkeys(("deepseek-v3", "joyai-llm"), _deepseek_v3),
     "qwen35": lambda: _words(r"\p{N}", r"\p{L}\p{M}"),
-    **dict.fromkeys(("gpt-4o", "llama4"), _o200k),
-    **dict.fromkeys((*_LLAMA_3, "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _o200k),
+    "tekken": lambda: _o200k("", r"\p{N}"),
+    **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")),
 }
 
 
@@ -109,16 +139,20 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
             f"(SentencePiece) or 'gemma4', got {kind!r}; give another model."
         )
     tokens, pre = get.required("tokens", _TEXTS), get("pre", default="default")
-    bos = _special_id(get, "bos", kind)
-    adds_bos = get("add_bos_token", FLAG, kind == "llama" or pre in _LLAMA_3) or kind == "gemma4"
+    bos = _special_id(get, "bos", kind, len(tokens))
+    adds_bos = kind == "llama" or pre in _WHOLE_WORDS
+    adds_bos = get("add_bos_token", FLAG, adds_bos) or kind == "gemma4"
     fields = {
-        "eos": _special_id(get, "eos", kind),
+        "eos": _special_id(get, "eos", kind, len(tokens)),
         "prefix": (bos,) if bos is not None and adds_bos else (),
         "render": None
         if template is None
         else partial(render, template, **_token_variables(get, tokens, kind)),
     }
     types = _for_each_token(get, "token_type", whole(1, 6), _NORMAL, len(tokens))
+    # In some files, such as those of fine-tuned models, the end of a turn is not a control token.
+    rows = zip(tokens, types, strict=True)
+    types = [_CONTROL if token in ENDS else kind_of_token for token, kind_of_token in rows]
     if kind == "llama":
         return _pieces(get, tokens, types, **fields)
     inner = _bpe(get, tokens, types, pre if kind == "gpt2" else None)
@@ -128,16 +162,16 @@ def tokenizer_from_gguf(get: Metadata, template: str | None) -> Tokenizer:
     return replace(plain, to_bytes=to_bytes, size=len(tokens))
 
 
-def _special_id(get: Metadata, name: str, kind: str) -> int | None:
+def _special_id(get: Metadata, name: str, kind: str, count: int) -> int | None:
     # llama.cpp has default ids for SentencePiece vocabularies alone.
     defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}
-    return get(f"{name}_token_id", TOKEN, defaults.get(name))
+    return token_id(get, f"{name}_token_id", defaults.get(name), count)
 
 
 def _token_variables(get: Metadata, tokens: list[str], kind: str) -> dict[str, str]:
     """Return the variables of a chat template that contain tokens, such as `bos_token`."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad"}
-    ids = {name: _special_id(get, key, kind) for key, name in names.items()}
+    ids = {name: _special_id(get, key, kind, len(tokens)) for key, name in names.items()}
     return {f"{name}_token": tokens[id] for name, id in ids.items() if id in range(len(tokens))}
 
 
@@ -167,7 +201,7 @@ def _bpe(get: Metadata, tokens: list[str], types: list[int], pre: Any) -> Inner:
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = get("merges") and get("merges", _TEXTS)  # an empty list is allowed
     pairs = [tuple(merge.split(" ", 1)) for merge in merges or ()]
-    options = {"ignore_merges": pre in _LLAMA_3, "byte_fallback": pre is None}
+    options = {"ignore_merges": pre in _WHOLE_WORDS, "byte_fallback": pre is None}
     try:
         inner = Inner(models.BPE(vocabulary, pairs, **options))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair
@@ -209,12 +243,13 @@ def _pieces(get: Metadata, tokens: list[str], types: list[int], **fields: Any) -
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     scores = _for_each_token(get, "scores", number(-1e30, 1e30), 0.0, len(tokens))
-    unknown = _special_id(get, "unknown", "llama")
+    unknown = _special_id(get, "unknown", "llama", len(tokens))
     space_first = get("add_space_prefix", FLAG, True)
     proto = ModelProto()
     for id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
         # User-defined tokens have spaces in the file, which are "▁" in normalised text.
         piece = token.replace(" ", "▁") if kind == _USER else token
+        piece = piece or f"[EMPTY_{id}]"  # the library accepts no empty piece
         kind = _UNKNOWN if id == unknown else _CONTROL if kind == _UNKNOWN else kind
         proto.pieces.add(piece=piece, score=score, type=kind)
     proto.trainer_spec.model_type = proto.trainer_spec.BPE

@@ -28,7 +28,6 @@ _LAYER = {
     "attn_k_b.weight": "self_attn.kv_b_proj.weight.first",
     "attn_v_b.weight": "self_attn.kv_b_proj.weight.second",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",

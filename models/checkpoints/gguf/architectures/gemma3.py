@@ -40,7 +40,10 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
     c = config
     largest = c["num_hidden_layers"] == 62 and c["hidden_size"] and c["num_attention_heads"]
     size = c["hidden_size"] // c["num_attention_heads"] if largest else c["head_dim"]
-    return window_settings(get, config, 6) | {
+    windows = window_settings(get, config, 6)
+    if not windows["sliding_window"]:  # all layers attend to all positions, for example of Rnj-1
+        windows |= {"sliding_window": 1, "layer_types": ["full_attention"] * c["num_hidden_layers"]}
+    return windows | {
         "final_logit_softcapping": get("final_logit_softcapping", FLOAT) or None,
         "query_pre_attn_scalar": size,
     }

@@ -10,7 +10,7 @@ from models.kinds import FLAG
 
 
 def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
-    rotates = get("rope.scaling.finetuned", FLAG)
+    rotates = get("rope.scaling.finetuned", FLAG, True)
     if not rotates:
         get.ignore("rope.dimension_count")
     kv_heads = config["num_key_value_heads"]
@@ -22,7 +22,7 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
         "attention_bias": False,
         "embedding_multiplier": get("embedding_scale", FLOAT, 1.0),
         "residual_multiplier": get("residual_scale", FLOAT, 1.0),
-        "logits_scaling": get("logit_scale", FLOAT),
+        "logits_scaling": get("logit_scale", FLOAT) or 1.0,
         "num_local_experts": get("expert_count", INT),
         "num_experts_per_tok": get("expert_used_count", INT),
         "shared_intermediate_size": get("expert_shared_feed_forward_length", INT),

@@ -28,6 +28,7 @@ EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps.weight": "mlp.experts.gate_proj",
     "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "ffn_down_exps.weight": "mlp.experts.down_proj",
 }
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}

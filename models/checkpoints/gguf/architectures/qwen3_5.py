@@ -43,7 +43,6 @@ _SEPARATE = _DELTA | {
     "ssm_beta": "linear_attn.in_proj_b",
 }
 _SHARED_EXPERT = EXPERTS | {
-    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
