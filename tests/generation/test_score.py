@@ -79,9 +79,11 @@ def test_score_and_its_gradient_equal_texts_alone(name, case):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     # States are sums over other chunks, so their decays differ by more.
     near = 3e-4 if "recurrent" in (spec.kind, *(part.kind for part, _ in spec.parts)) else 1e-4
-    for one, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(steps), strict=True):
-        atol = near * float(jnp.abs(other).max()) + 1e-7
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+    sizes = jax.tree.map(lambda x: float(jnp.abs(x).max()), steps)
+    # A derivative by a factor before a norm is 0 but for rounding (`layer_scalar` of Gemma 4).
+    rounding = 1e-6 * max(jax.tree.leaves(sizes)) + 1e-7
+    for one, other, size in zip(*map(jax.tree.leaves, (slopes, steps, sizes)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=near * size + rounding)
 
 
 def by_previous(params, step):
