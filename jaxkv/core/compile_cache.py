@@ -15,7 +15,7 @@ def cached_program(build: Callable[..., P], forward: Callable, edit: Callable | 
     """Build a program for the given functions, or return the program that was built earlier.
 
     Two bound methods with the same function and object have the same program. `build` is called
-    with one getter for each function, so without an edit with one; a getter returns its function.
+    with a getter of `forward`, and of `edit` if there is one; a getter returns its function.
     Getters have only weak references, so the caller must keep the functions alive while the program
     runs.
     """

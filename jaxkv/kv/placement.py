@@ -49,7 +49,7 @@ class StreamCells(NamedTuple):
 
     @property
     def open(self) -> Bool[Array, " N"]:
-        """Which cells a token may get."""
+        """True for each cell that a token may get."""
         return self.free if self.evictable is None else self.free | self.evictable
 
 

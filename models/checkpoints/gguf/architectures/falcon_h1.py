@@ -1,7 +1,7 @@
 """GGUF files of Falcon-H1, whose weights contain the multipliers of its config."""
 
 from models.checkpoints.gguf.architecture import ATTENTION, OUTSIDE, Architecture, Settings, Shapes
-from models.checkpoints.gguf.architectures.mamba2 import MIXER, convert_mixer, mixer_settings
+from models.checkpoints.gguf.architectures.mamba2 import convert_mixer, mixer_names, mixer_settings
 from models.checkpoints.gguf.metadata import Metadata
 
 _MULTIPLIERS = {
@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "falcon-h1": Architecture(
         family="falcon_h1",
         layer=ATTENTION
-        | {name: f"mamba.{plain}" for name, plain in MIXER.items()}
+        | mixer_names("mamba")
         | {
             "attn_norm": "input_layernorm",
             "ffn_norm": "pre_ff_layernorm.weight",  # the only weight without .weight in its name

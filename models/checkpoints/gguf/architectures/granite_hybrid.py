@@ -3,7 +3,7 @@
 from models.checkpoints.config import Config
 from models.checkpoints.gguf.architecture import ATTENTION, Architecture, Settings, Shapes
 from models.checkpoints.gguf.architectures.llama import part_pairs
-from models.checkpoints.gguf.architectures.mamba2 import MIXER, convert_mixer, mixer_settings
+from models.checkpoints.gguf.architectures.mamba2 import convert_mixer, mixer_names, mixer_settings
 from models.checkpoints.gguf.metadata import FLOAT, INT, Metadata
 from models.checkpoints.tensor import Tensor
 from models.kinds import FLAG
@@ -39,7 +39,7 @@ ARCHITECTURES = {
     "granitehybrid": Architecture(
         family="granitemoehybrid",
         layer=ATTENTION
-        | {name: f"mamba.{plain}" for name, plain in MIXER.items()}
+        | mixer_names("mamba")
         | {
             "attn_norm": "input_layernorm",
             "ffn_norm": "post_attention_layernorm",

@@ -18,7 +18,7 @@ BACKBONE = OUTSIDE | {
     "token_embd.weight": "backbone.embeddings.weight",
     "output_norm.weight": "backbone.norm_f.weight",
 }
-MIXER = {
+_MIXER = {
     "ssm_in": "in_proj",
     "ssm_conv1d": "conv1d",
     "ssm_dt.bias": "dt_bias",
@@ -28,6 +28,11 @@ MIXER = {
     "ssm_out": "out_proj",
 }
 """Names of tensors of a Mamba-2 mixer."""
+
+
+def mixer_names(prefix: str) -> dict[str, str]:
+    """Return the Hugging Face names of the tensors of a Mamba-2 mixer, by name in the file."""
+    return {name: f"{prefix}.{plain}" for name, plain in _MIXER.items()}
 
 
 def convert_mixer(name: str, tensor: Tensor, config: Config) -> Tensor:
@@ -90,7 +95,7 @@ def _settings(get: Metadata, config: Settings, shapes: Shapes) -> Settings:
 ARCHITECTURES = {
     "mamba2": Architecture(
         family="mamba2",
-        layer={"attn_norm": "norm"} | {name: f"mixer.{plain}" for name, plain in MIXER.items()},
+        layer={"attn_norm": "norm"} | mixer_names("mixer"),
         outside=BACKBONE,
         layers="backbone.layers",
         settings=_settings,

@@ -6,16 +6,12 @@ mixer (`time_step_min`), and files have none.
 
 from models.checkpoints.gguf.architecture import ATTENTION, Architecture, Settings, Shapes
 from models.checkpoints.gguf.architectures.granite_hybrid import convert_hybrid
-from models.checkpoints.gguf.architectures.mamba2 import (
-    BACKBONE,
-    MIXER,
-    state_sizes,
-)
+from models.checkpoints.gguf.architectures.mamba2 import BACKBONE, mixer_names, state_sizes
 from models.checkpoints.gguf.metadata import FLOAT, INT, Metadata
 from models.kinds import FLAG
 
 _LAYER = {name: plain.replace("self_attn", "mixer") for name, plain in ATTENTION.items()}
-_LAYER |= {name: f"mixer.{plain}" for name, plain in MIXER.items()}
+_LAYER |= mixer_names("mixer")
 _LAYER |= {"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
 _EXPERTS = {
     "ffn_gate_inp": "mixer.gate",
