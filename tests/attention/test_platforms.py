@@ -112,6 +112,18 @@ def test_lowered_for_tpu_small_streams_are_read_at_once():
         assert ("tpu_custom_call" in text) == kernel
 
 
+def test_step_on_cpu_traces_no_kernel():
+    code = """
+import sys, jax, jax.numpy as jnp, jaxkv
+cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=8), cells=4)
+step = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
+x = jnp.ones((1, 2, 1, 8))
+print(jaxkv.attend(step, 0, x, x, x)[1].sum(), "jax.experimental.pallas" in sys.modules)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "16.0 False\n"
+
+
 def test_import_jaxkv_leaves_slow_modules_for_later():
     slow = "pallas|jaxkv.generation|jaxkv.serving|flax|optax|matplotlib|safetensors"
     code = f"import re, sys, jaxkv; print([x for x in sys.modules if re.search('{slow}', x)])"

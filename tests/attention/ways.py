@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import pytest
 
+from jaxkv.core.platforms import by_platform
 from jaxkv.kv.layer_kv import HeadSizes, make_layer_kv
 from jaxkv.ops.attention import attention, dispatch, pallas_gpu
 from jaxkv.ops.attention.softmax import reset_where_bias_hides_all, sum_weights
@@ -59,7 +60,7 @@ def attend_with_mass(way, q, k, v, visibility, options=PLAIN):
 
 GPU = pallas_gpu.attend
 WEIGH = {
-    "gpu": dispatch.by_platform(cuda=GPU, default=partial(GPU, interpret=True)),
+    "gpu": by_platform(dispatch.empty_result, cuda=GPU, default=partial(GPU, interpret=True)),
     "elsewhere": dispatch.attend_by_shapes,  # neither a CPU nor a kernel
 }
 WAYS = {

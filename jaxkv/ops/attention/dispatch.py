@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.core.platforms import by_platform
 from jaxkv.ops.attention import (
     jax_nn,
     xla,
@@ -22,18 +23,21 @@ from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.softmax import (
     AttentionOptions,
     OnlineSoftmax,
+    empty_softmax,
+    group_queries,
     make_options,
     normalize,
     reset_where_bias_hides_all,
     ungroup_queries,
     with_sinks,
+    with_weights,
 )
 from jaxkv.ops.attention.transforms import fold_vmap, with_derivatives_of
 from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.storage.storage import Stored
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Num, PyTree
+    from jaxtyping import Array, Bool, Float, Num
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """Names of implementations.
@@ -118,7 +122,6 @@ def kernel_for_cuda(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the GPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
-    # JAX traces this function also for platforms that never run it, so the function does not raise.
     try:
         from jax.experimental.pallas import triton  # noqa: F401
     except ImportError:  # JAX deprecates Pallas for Triton
@@ -171,19 +174,17 @@ def tpu_kernel(
     return pallas_tpu.attend(q, k, v, visibility, options, interpret=interpret)
 
 
-def by_platform(**by_name: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return a function that runs the implementation for the platform of the compiled program."""
-
-    def attend_on_platform(
-        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
-    ) -> OnlineSoftmax:
-        with_options = {
-            name: partial(implementation, options=options)
-            for name, implementation in by_name.items()
-        }
-        return jax.lax.platform_dependent(q, k, v, seen, **with_options)
-
-    return attend_on_platform
+def empty_result(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
+) -> OnlineSoftmax:
+    """Return a partial softmax over no cells, with the shapes that all implementations return."""
+    sums = empty_softmax(group_queries(q, k.shape[1]), v.shape[3])
+    no_logits = jnp.zeros((*sums.denom.shape, k.shape[2]), sums.denom.dtype)
+    return with_weights(sums, no_logits if options.keep_weights else None)
 
 
 def with_derivatives(**by_name: AttentionFn) -> AttentionFn:
@@ -197,7 +198,8 @@ def with_derivatives(**by_name: AttentionFn) -> AttentionFn:
             q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility, mask)
         )
 
-    return with_derivatives_of(differentiable_attention, fold_vmap(by_platform(**by_name)))
+    on_platform = fold_vmap(by_platform(empty_result, **by_name))
+    return with_derivatives_of(differentiable_attention, on_platform)
 
 
 IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
@@ -256,9 +258,12 @@ def finalize(
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
-_by_mask = with_derivatives_of(
-    xla.attend_differentiably, by_platform(cpu=xla_cpu.attend_by_mask, default=xla.attend_by_mask)
-)
+def _attend_by_mask(*args: Any) -> OnlineSoftmax:
+    ways = {"cpu": xla_cpu.attend_by_mask, "default": xla.attend_by_mask}
+    return jax.lax.platform_dependent(*args, **ways)
+
+
+_by_mask = with_derivatives_of(xla.attend_differentiably, _attend_by_mask)
 
 
 @partial(jax.jit, static_argnames=("scale", "softcap"))
