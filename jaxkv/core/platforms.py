@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 if TYPE_CHECKING:
@@ -50,7 +49,8 @@ def _run(*leaves: jax.Array, name: str, treedef: Any, choices: tuple) -> list:
     return jax.tree.leaves(run(*jax.tree.unflatten(treedef, leaves)))
 
 
-run_on_platform_p = Primitive("run_on_platform")
+# The import of `jax.extend.core.Primitive`, which is the same class, would import Pallas.
+run_on_platform_p = type(jax.lax.add_p)("run_on_platform")
 run_on_platform_p.multiple_results = True
 
 
