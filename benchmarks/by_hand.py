@@ -57,10 +57,11 @@ def attend(
     causal: bool = True,
     bias: None = None,
     visible_until: None = None,
+    return_mass: bool = False,
     **options: Any,
 ) -> tuple[ByHand, jax.Array]:
     """Write a token of each sequence, and attend to all before it."""
-    del implementation, causal, bias, visible_until  # the models that run here pass none of them
+    del implementation, causal, bias, visible_until, return_mass  # models here pass the defaults
     position, axis = step.positions[:, 0], 1 if step.layout == "BNKD" else 2
     old = step.buffers[layer]
     batch, cells, heads = q.shape[0], old[0].shape[axis], k.shape[2]

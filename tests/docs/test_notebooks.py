@@ -14,10 +14,14 @@ def read_notebook(source):
     return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
 
 
+TIMES = r" +\d+ tokens a second|\d+\.\d+ of the time"  # they differ from run to run
+
+
 def read_outputs(cell):
     found = []
     for output in cell.get("outputs", []):
         data = {"text": output["text"]} if "text" in output else dict(output["data"])
+        data = {kind: re.sub(TIMES, "", text) for kind, text in data.items()}
         data.pop("image/png", None)
         found.append((output.output_type, data))
     return found
