@@ -20,7 +20,7 @@ class Kept:
     position: int
     begin: int  # no token of the history is at a lower position
     history: tuple[int, ...]
-    number: int  # counts all states ever made, to distinguish copies
+    number: int  # counts all states ever made in the stream, to distinguish copies
 
 
 class Histories(Side):
@@ -36,7 +36,6 @@ class Histories(Side):
         self.sequences, self.streams = sequences, streams
         self.states: dict[int, list[Kept]] = {seq: [] for seq in range(sequences)}
         self.written: Counter[int] = Counter()
-        self.made = 0
 
     def fork(self) -> "Histories":
         return copy.deepcopy(self)
@@ -161,15 +160,15 @@ class Histories(Side):
             stream = self.stream(seq)
             for state in states:
                 if (stream, state) not in made:
-                    made[stream, state] = self._new(state.position, state.begin, state.history)
-                    self.written[stream] += 1
+                    new = self._new(stream, state.position, state.begin, state.history)
+                    made[stream, state] = new
             return [made[stream, state] for state in states]
 
         return given
 
-    def _new(self, position: int, begin: int, history: tuple[int, ...]) -> Kept:
-        self.made += 1
-        return Kept(position, begin, history, self.made)
+    def _new(self, stream: int, position: int, begin: int, history: tuple[int, ...]) -> Kept:
+        self.written[stream] += 1
+        return Kept(position, begin, history, self.written[stream])
 
     def seq_keep(self, seq: int) -> None:
         self._forget(*(other for other in self.states if other != seq))
@@ -235,7 +234,6 @@ class Histories(Side):
             states = self.states[seq]
             history = states[-1].history if states else ()
             begin = states[-1].begin if states else position
-            new = self._new(position, begin, (*history, token))
+            new = self._new(self.stream(seq), position, begin, (*history, token))
             self.states[seq] = [*states, new][-self.size :]
-            self.written[self.stream(seq)] += 1
         return True
