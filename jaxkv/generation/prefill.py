@@ -16,8 +16,10 @@ from jaxkv.core.validate import check_count
 from jaxkv.generation.model_program import own_or_copied_buffers
 from jaxkv.generation.model_step import Edit, Forward, compiled_step, model_step
 from jaxkv.generation.results import PrefillResult
+from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import check_ubatch_size, init_batch
+from jaxkv.table import CacheTable
 from jaxkv.ubatch import Ubatch, mask_slots
 
 if TYPE_CHECKING:
@@ -240,10 +242,17 @@ def warm_up(
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:
-            _, buffers, out = step(params, table, buffers, mask_slots(jnp.array(False), ubatch))
+            _, buffers, out = step(params, table, buffers, _without_slots(table, ubatch))
             logits.append(out)
         plan.gather_outputs(logits)
     return merge(table, buffers) if donate else cache
+
+
+@jit_table
+def _without_slots(table: CacheTable, ubatch: Ubatch) -> Ubatch:
+    """Return a ubatch of which no token is written."""
+    del table  # selects the mesh
+    return mask_slots(jnp.array(False), ubatch)
 
 
 def _bucket_lengths(limit: int) -> list[int]:
