@@ -52,38 +52,36 @@ OPTIONS = [
 ]  # fmt: skip
 """Options of pytest: no time is spent on reports of failures."""
 
+EDITS = "seq_cp seq_select insert evict fields defrag stateful every_argument"
+PLANS = "limits llama_cpp_edge_cases window streams plan_reasons reasons fits stale_plans sets"
+
 KNOWN_BY = {
-    "jaxkv/window.py": "window limits stateful",
+    "jaxkv/window.py": "window limits stateful looking_ahead",
     "jaxkv/core/hashing.py": "arguments stale_plans rewind plan_reasons batch recurrent",
-    "jaxkv/kv/cells.py": "arguments limits invariants llama_cpp_edge_cases streams seq_cp "
-    "seq_select window shift seq_add seq_rm stale_plans rewind stateful plan_reasons sets "
-    "every_argument unwritten_layers",
-    "jaxkv/kv/eviction.py": "window seq_cp seq_select stateful every_argument",
-    "jaxkv/kv/slots.py": "arguments limits llama_cpp_edge_cases window streams seq_cp seq_select "
-    "plan_reasons rewind stale_plans stateful recurrent every_argument sharding unwritten_layers "
-    "prefix sets",
-    "jaxkv/kv/placement.py": "striped own_placement limits window seq_cp seq_select stateful "
-    "every_argument",
-    "jaxkv/kv/record.py": "record seq_cp seq_select stateful every_argument",
-    "jaxkv/kv/tiles.py": "tiled stateful every_argument",
+    "jaxkv/kv/cells.py": "arguments invariants seq_rm seq_add shift rewind contract "
+    f"unwritten_layers {EDITS} {PLANS}",
+    "jaxkv/kv/eviction.py": f"rewind {EDITS} {PLANS}",
+    "jaxkv/kv/slots.py": "arguments rewind recurrent sharding unwritten_layers prefix "
+    f"{EDITS} {PLANS}",
+    "jaxkv/kv/placement.py": f"striped own_placement limits window {EDITS}",
+    "jaxkv/kv/record.py": f"record {EDITS}",
+    "jaxkv/kv/tiles.py": f"tiled {EDITS}",
     "jaxkv/kv/cross_attention.py": "sources families",
-    "jaxkv/kv/copy_pooled.py": "seq_cp seq_select stateful every_argument sharding "
-    "unwritten_layers",
-    "jaxkv/recurrent/s*.py": "arguments limits seq_cp seq_select seq_rm seq_add rewind invariants "
-    "recurrent stale_plans stateful every_argument prefix",
-    "jaxkv/recurrent/copy.py": "prefix seq_cp seq_select recurrent stale_plans stateful "
-    "every_argument",
-    "jaxkv/hybrid.py": "arguments limits window recurrent stale_plans plan_reasons stateful "
-    "sources seq_cp seq_select hybrid_plans",
-    "jaxkv/planning/*.py": "layout_edges hybrid_plans arguments limits llama_cpp_edge_cases "
-    "plan_reasons batch step sets streams window recurrent stale_plans stateful sources "
-    "every_argument loop_contract",
+    "jaxkv/kv/copy_pooled.py": f"sharding unwritten_layers {EDITS}",
+    "jaxkv/recurrent/s*.py": "arguments limits seq_rm seq_add rewind invariants recurrent "
+    f"stale_plans reasons fits prefix {EDITS}",
+    "jaxkv/recurrent/copy.py": f"prefix recurrent stale_plans {EDITS}",
+    "jaxkv/hybrid.py": f"arguments recurrent sources hybrid_plans {EDITS} {PLANS}",
+    "jaxkv/planning/*.py": "arguments layout_edges hybrid_plans batch step recurrent sources x64 "
+    f"stateful every_argument loop_contract {PLANS}",
     "jaxkv/generation/*.py": "loop_edges loop_contract loop_arguments nothing attention_layers "
-    "decode generate prefill sampling logits score context_shift beams compiles_once",
+    "decode generate prefill sampling logits score context_shift beams compiles_once edit extra "
+    "compression",
     "jaxkv/generation/speculative/*.py": "speculation_edges speculation speculation_models "
-    "loop_contract loop_arguments nothing",
-    "jaxkv/serving/*.py": "batching_edges batching batching_store prefix loop_arguments",
-    "jaxkv/serving/prefix_cache/*.py": "prefix batching_store",
+    "loop_contract loop_arguments nothing head_drafter extra",
+    "jaxkv/serving/*.py": "batching_edges batching batching_store prefix loop_arguments swapping "
+    "host_memory extra",
+    "jaxkv/serving/prefix_cache/*.py": "prefix batching_store host_memory extra",
 }
 """The mutated code, as patterns of its files, and the tests of each."""
 
@@ -338,7 +336,7 @@ def files_of(pattern: str) -> list[Path]:
 def runs_of(file: str) -> list[str]:
     """The tests of a file: its doctests, its tests, and the tests of all files."""
     (names,) = {names for pattern, names in KNOWN_BY.items() if Path(file).match(pattern)}
-    found = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in names.split()]
+    found = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in sorted(set(names.split()))]
     of_core = () if file.startswith(LOOPS) else OF_CORE
     return [file, *(str(path.relative_to(ROOT)) for path in found), *of_core]
 
