@@ -340,8 +340,10 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
 
 def incomplete_layers(cells: Cells) -> Bool[Array, "S L"] | None:
     """Return `cells.incomplete`, but False for streams without tokens."""
+    if cells.incomplete is None:
+        return None
     is_used = ~is_cell_empty(cells).all(axis=1, keepdims=True)
-    return jax.tree.map(lambda x: x & is_used, cells.incomplete)
+    return cells.incomplete & is_used
 
 
 def stamps_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:

@@ -108,3 +108,23 @@ def scatter_cells(record: T, cell: Int[Array, "S n"], new: T) -> T:
         return row.at[..., cell].set(new, **DROP, unique_indices=True)
 
     return jax.tree.map(lambda old, new: jax.vmap(scatter_row)(old, new, cell), record, new)
+
+
+def scatter_tokens(record: T, stream: Int[Array, "*#n"], cell: Int[Array, "*#n"], new: T) -> T:
+    """Write the fields of tokens into distinct cells; skip cells past the last one.
+
+    Axes of a field between streams and cells come last in `new`. Numbers apply to all tokens.
+    """
+    index = jnp.stack(jnp.broadcast_arrays(stream, cell), axis=-1)  # one for all fields
+
+    def scatter(field: jax.Array, value: jax.Array) -> jax.Array:
+        value = jnp.broadcast_to(value, (*cell.shape, *field.shape[1:-1]))
+        axes = 0, field.ndim - 1
+        dimensions = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(range(cell.ndim, value.ndim)),
+            inserted_window_dims=axes,
+            scatter_dims_to_operand_dims=axes,
+        )
+        return jax.lax.scatter(field, index, value, dimensions, unique_indices=True, mode="drop")
+
+    return jax.tree.map(scatter, record, new)

@@ -25,7 +25,13 @@ from jaxkv.kv.cells import (
 )
 from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
 from jaxkv.kv.placement import StreamCells, choose_in_stream
-from jaxkv.kv.record import CellRecord, gather_cells, scatter_cells, with_record
+from jaxkv.kv.record import (
+    CellRecord,
+    gather_cells,
+    scatter_cells,
+    scatter_tokens,
+    with_record,
+)
 from jaxkv.kv.shards import Shard, map_rows, map_rows_gather, map_table
 from jaxkv.table import Admission, SequenceStatus
 from jaxkv.ubatch import Ubatch, expand_streams_to_rows, hash_tokens, placed_rows
@@ -178,47 +184,44 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
-    where = (ubatch.row_stream[:, None], ubatch.slots)
-    cells = evict_cells(cells, *where)
+    stream, slots = ubatch.row_stream[:, None], ubatch.slots
+    cells = evict_cells(cells, stream, slots)
     content, owners = hash_tokens(ubatch), _owner_words(cells, ubatch)
-    is_placed = ubatch.slots < cells.num_cells
-    # Each hash includes slot, token, position and owners, so the sum in a stream depends on all new
-    # cells, but not on the order of tokens in the ubatch.
-    event = mix_linearly(content, ubatch.slots, *jnp.unstack(owners, axis=-1))
-    count, event = (
-        _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
-        for x in (is_placed, jnp.where(is_placed, event, 0))
-    )
-    version = jnp.where(count > 0, mix_linearly(cells.version, event), cells.version)
-    stamp = expand_streams_to_rows(version, ubatch.row_stream, ubatch.row_is_sequence)[:, None]
+
+    def to_rows(x: jax.Array) -> jax.Array:
+        return expand_streams_to_rows(x, ubatch.row_stream, ubatch.row_is_sequence)[:, None]
+
+    # Each hash includes version, slot, token, position and owners, so the sum in a stream depends
+    # on all new cells, but not on the order of tokens in the ubatch.
+    event = mix_linearly(to_rows(cells.version), content, slots, *jnp.unstack(owners, axis=-1))
+    event = jnp.sum(jnp.where(slots < cells.num_cells, event, 0), axis=1, dtype=jnp.uint32)
+    version = cells.version + _sum_by_stream(cells, ubatch, event)
     new = CellRecord(
         position=ubatch.positions,
         owners=owners,
         shift=jnp.int32(0),
-        stamp=cell_stamps(stamp, ubatch.slots),
+        stamp=cell_stamps(to_rows(version), slots),
         content=content,
         user_fields=jax.tree.map(lambda x: jnp.zeros((), x.dtype), cells.user_fields),
     )
-
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        # The ellipsis stands for the axis of words, which comes last in `value`.
-        return field.at[where[0], ..., where[1]].set(value, **DROP, unique_indices=True)
-
     incomplete = incomplete_layers(cells)  # of a stream without tokens, nothing is missing
-    cells = with_record(cells, jax.tree.map(put, cells.record, new))
+    cells = with_record(cells, scatter_tokens(cells.record, stream, slots, new))
     return replace(cells, version=version, incomplete=incomplete)
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
     """Sum an array `[R]` over the rows of each stream; unsigned sums wrap around."""
-    if ubatch.row_is_sequence:
-        return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
-    return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
+    if not ubatch.row_is_sequence:
+        return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
+    if len(x) == cells.streams:
+        return x
+    return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
 
 
 def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the owner words of each token of a ubatch, `[R, T, W]` uint32."""
-    # Padding of `shared_with` is -1, and adds no bit.
+    if cells.sequences_per_stream == 1:
+        return jnp.ones((*ubatch.sequences.shape, 1), jnp.uint32)
     words = jnp.arange(cells.owners.shape[1])
 
     def owner_bits(sequences: jax.Array) -> jax.Array:
@@ -227,8 +230,8 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
     owners = owner_bits(ubatch.sequences)
     if ubatch.shared_with is not None:
-        for sharer in jnp.unstack(ubatch.shared_with, axis=-1):
-            owners |= jnp.where(sharer[..., None] >= 0, owner_bits(jnp.maximum(sharer, 0)), 0)
+        for sharer in jnp.unstack(ubatch.shared_with, axis=-1):  # -1 is padding
+            owners |= jnp.where(sharer[..., None] >= 0, owner_bits(sharer), 0)
     return owners
 
 

@@ -90,13 +90,12 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     where = (ubatch.row_stream[:, None], slots.cells)
     put = {**DROP, "unique_indices": True}
     row = mix_linearly(
+        states.version[ubatch.row_stream],
         ubatch.row_sequence,
         jnp.sum(token_contents, axis=1, dtype=jnp.uint32),
         jnp.sum(jnp.where(new, mix_linearly(pair, slots.cells), 0), axis=1, dtype=jnp.uint32),
     )
-    event = jnp.zeros_like(states.version).at[ubatch.row_stream].add(jnp.where(new[:, -1], row, 0))
-    count = jnp.zeros_like(states.version).at[ubatch.row_stream].add(new[:, -1])
-    version = jnp.where(count > 0, mix_linearly(states.version, event), states.version)
+    version = states.version.at[ubatch.row_stream].add(jnp.where(new[:, -1], row, 0))
     stamp = cell_stamps(version[ubatch.row_stream][:, None], slots.cells)
     return replace(
         states,

@@ -24,14 +24,14 @@ def as_tuple(value):
 
 
 @pytest.mark.parametrize(
-    ("options", "planned"),
+    ("options", "planned", "applied"),
     [
-        ({"cells": 512, "streams": 8}, 290),
-        ({"cells": 4096, "placement": "any"}, 380),
-        ({"cells": 4096}, 545),  # tiles
+        ({"cells": 512, "streams": 8}, 290, 90),
+        ({"cells": 4096, "placement": "any"}, 380, 120),
+        ({"cells": 4096}, 545, 120),  # tiles
     ],
 )
-def test_step_traces_few_operations(options, planned):
+def test_step_traces_few_operations(options, planned, applied):
     spec = jaxkv.CacheSpec.attention(layers=2, kv_heads=2, head_dim=64)
     cache = jax.eval_shape(lambda: jaxkv.make_cache(spec, sequences=8, **options))
     tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
@@ -45,7 +45,7 @@ def test_step_traces_few_operations(options, planned):
         return step.buffers
 
     assert count(jax.make_jaxpr(jaxkv.plan_step)(cache, tokens).jaxpr) <= planned
-    assert count(jax.make_jaxpr(jaxkv.apply)(cache, ubatch).jaxpr) <= 155
+    assert count(jax.make_jaxpr(jaxkv.apply)(cache, ubatch).jaxpr) <= applied
     assert count(jax.make_jaxpr(layers)(step, q, k).jaxpr) <= 2 * 156
 
 
