@@ -207,8 +207,9 @@ class _Finder(ast.NodeVisitor):
         sides = [node.left, *node.comparators]
         for op, before, after in zip(node.ops, sides, sides[1:], strict=False):
             self.swap(op, before, after)
-            if type(op) in BOUNDS and not isinstance(after, ast.Constant):  # 1 becomes 0 and 2
-                near = f"({self.text(after)}) {BOUNDS[type(op)]}"
+            text = self.text(after)  # an integer, as 1, becomes 0 and 2; infinity stays infinity
+            if type(op) in BOUNDS and not isinstance(after, ast.Constant) and text[-3:] != "inf":
+                near = f"({text}) {BOUNDS[type(op)]}"
                 self.put(self.start(after), self.stop(after), near, "bound")
         if len(node.ops) > 1:
             self.put(self.stop(node.comparators[0]), self.stop(node), "", "conjunct")
@@ -290,5 +291,8 @@ class _Finder(ast.NodeVisitor):
                 comma = re.match(r"\s*,?\s*", self.source[self.stop(keyword) :])
                 self.put(self.start(keyword), self.stop(keyword) + comma.end(), "")
         behaving = [keyword for keyword in node.keywords if keyword.arg not in PROMISES]
-        for child in [node.func, *node.args, *behaving]:
+        args = node.args
+        if name == "reshape":  # -1 and -2 are equal
+            args = [arg for arg in args if not isinstance(arg, ast.UnaryOp)]
+        for child in [node.func, *args, *behaving]:
             self.visit(child)

@@ -173,6 +173,24 @@ def test_tree_draft_model_says_what_decode_says():
     assert made.num_accepted.tolist() == [4, 2] and made.num_model_steps.tolist() == [2, 1]
 
 
+def forward_with_best_second(params, step):
+    """Return the logits of `forward`, with the two highest exchanged."""
+    step, logits = forward(params, step)
+    best, index = jax.lax.top_k(logits, 2)
+    return step, jnp.put_along_axis(logits, index, best[:, ::-1], axis=1, inplace=False)
+
+
+def test_tree_draft_model_continues_from_the_branch_that_was_accepted():
+    """Each draft has the next token in branch 1 and a wrong one after it."""
+    cache = fill_cache(3, 2, kind=ROOMY)
+    state = init_state(cache, tokens=[1, 5], max_new_tokens=[8, 6])
+    options = dict(num_branches=2, batch_size=2, num_draft_tokens=3)
+    draft = generation.draft_model(forward_with_best_second, None, cache, **options)
+    made = speculate(draft, cache, state, num_tokens=8)
+    assert_as_decode(made, decode(cache, state, num_tokens=8))
+    assert made.num_accepted.tolist() == [4, 3] and made.num_model_steps.tolist() == [4, 3]
+
+
 @pytest.mark.parametrize("cells, fits", [(8, True), (3, False)])
 def test_tree_draft_model_proposes_in_every_sequence_if_its_cache_has_cells(cells, fits):
     cache = fill_cache(3, kind=Kind("pair", cells=cells, sequences=2))
