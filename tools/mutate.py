@@ -73,7 +73,7 @@ KNOWN_BY = {
     "jaxkv/recurrent/copy.py": f"prefix recurrent stale_plans {EDITS}",
     "jaxkv/hybrid.py": f"arguments recurrent sources hybrid_plans {EDITS} {PLANS}",
     "jaxkv/planning/*.py": "arguments layout_edges hybrid_plans batch step recurrent sources x64 "
-    f"stateful every_argument loop_contract {PLANS}",
+    f"model_meshes stateful every_argument loop_contract {PLANS}",
     "jaxkv/generation/*.py": "loop_edges loop_contract loop_arguments nothing attention_layers "
     "decode generate prefill sampling logits score context_shift beams compiles_once edit extra "
     "compression",

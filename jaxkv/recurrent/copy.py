@@ -230,9 +230,10 @@ def _cells_of_targets(
     copies = is_entry & (first == index)
     # Targets lose their old cells before free cells are counted.
     kept = states.cell.at[dst].set(jnp.where(is_copied[:, None], size, cell), **DROP)
-    # Free cells of each stream come first; copies take them in order.
+    # Free cells of each stream come first, at least as many as entries of the stream; entry n takes
+    # free cell n.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
-    ahead = is_same_stream & copies[None] & (index[:, None] > index[None])
+    ahead = is_same_stream & (index[:, None] > index[None])
     rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
     new_cells = jnp.where(
         is_entry, order.at[streams, rank].get(**FILL, fill_value=size)[first], size

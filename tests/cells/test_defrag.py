@@ -4,7 +4,7 @@ import pytest
 
 import jaxkv
 from tests.cells.pools import parse_random, texts_of
-from tests.helpers.caches import Kind, drawing
+from tests.helpers.caches import TILES, Kind, drawing
 from tests.helpers.steps import apply_plan
 
 core = pytest.mark.core
@@ -41,3 +41,15 @@ def test_defrag_moves_more_cells_than_a_chunk():
     cache = make_cache_with_holes(range(0, 1200, 2), Kind("long", cells=1200, sequences=2))
     after = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
     assert "." not in drawing(after).split() and texts_of(after) == texts_of(cache)
+
+
+@core
+def test_defrag_of_tiles_moves_used_tiles_to_the_first_places():
+    size = TILES.make().table.placement.tile(TILES.cells)
+    count = TILES.cells // size
+    for used in ({count - 1}, {0, 2, 3}, {1, 2}, {0, count - 2, count - 1}):
+        cache = make_cache_with_holes({size * tile + 1 for tile in used}, TILES)
+        after = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
+        tiles = (after.table.position >= 0).reshape(count, size).any(axis=1)
+        assert tiles.tolist() == [tile < len(used) for tile in range(count)]
+        assert texts_of(after) == texts_of(cache)

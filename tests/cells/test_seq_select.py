@@ -44,3 +44,12 @@ def test_seq_select_copies_of_one_and_of_three_states_get_separate_cells():
     twin.edit("seq_select", [0, 1], [2, 3])
     twin.compare()
     assert twin.cache.num_used_cells() == 8
+
+
+@pytest.mark.core
+def test_seq_select_of_states_into_two_streams_takes_free_cells_of_each():
+    twin = edit_sequences.Twin("r", kept=0, sequences=4, streams=2)
+    assert twin.decode([0, 2])
+    twin.edit("seq_select", [0, 2], [3, 1])
+    twin.compare()
+    assert twin.cache.num_used_cells() == 4

@@ -174,3 +174,10 @@ def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
         if i % 3 == 2:
             last = large.seq_pos_max(1)
             small, large = (jaxkv.seq_rm(cache, 1, last - 1)[0] for cache in (small, large))
+
+
+def test_sequence_alone_in_a_stream_needs_as_many_cells_as_its_window():
+    kind = Kind("exact", cells=4, sequences=2, streams=2, windows=NEAR.windows)
+    cache = add_tokens(add_tokens(kind.make(), [1] * 9, each=1), [1] * 6, seq=1, each=1)
+    assert cache.seq_pos_max([0, 1]).tolist() == [8, 5]
+    assert cache.num_used_cells() == 8

@@ -265,14 +265,14 @@ def test_too_many_beams_raise():
 
 
 def test_beams_of_fewer_than_2_31_extensions_are_traced():
-    count = 2**15  # 2**30 extensions
+    count, vocabulary = 2**16, 2**14  # 2**30 extensions
     spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
     cache = jaxkv.make_cache(spec, cells=2, sequences=count)
 
     def model(params, step):
         x = jnp.zeros((*step.valid.shape, 1, 1))
         step, _ = jaxkv.attend(step, 0, x, x, x)
-        return step, jnp.zeros((step.outputs.size, count))
+        return step, jnp.zeros((step.outputs.size, vocabulary))
 
     search = partial(generation.beam, model, None, num_beams=count, num_tokens=1)
-    assert jax.eval_shape(search, cache, jnp.zeros(count)).scores.shape == (count,)
+    assert jax.eval_shape(search, cache, jnp.zeros(vocabulary)).scores.shape == (count,)

@@ -24,7 +24,7 @@ from tests.generation.tiny import (
     speculate,
     table_model,
 )
-from tests.helpers.caches import VOCABULARY, Kind, attention_cache, fill_cache
+from tests.helpers.caches import VOCABULARY, Kind, attention_cache, fill_cache, run_batch
 
 pytestmark = pytest.mark.core
 ROOMY = Kind("roomy", cells=48, sequences=4)
@@ -173,22 +173,23 @@ def test_tree_draft_model_says_what_decode_says():
     assert made.num_accepted.tolist() == [4, 2] and made.num_model_steps.tolist() == [2, 1]
 
 
-def forward_with_best_second(params, step):
-    """Return the logits of `forward`, with the two highest exchanged."""
-    step, logits = forward(params, step)
-    best, index = jax.lax.top_k(logits, 2)
-    return step, jnp.put_along_axis(logits, index, best[:, ::-1], axis=1, inplace=False)
+def content_of_positions(cache):
+    cells = zip(cache.cell_positions(0).tolist(), cache.table.content[0].tolist(), strict=True)
+    return {position: content for position, content in cells if position >= 0}
 
 
-def test_tree_draft_model_continues_from_the_branch_that_was_accepted():
-    """Each draft has the next token in branch 1 and a wrong one after it."""
-    cache = fill_cache(3, 2, kind=ROOMY)
-    state = init_state(cache, tokens=[1, 5], max_new_tokens=[8, 6])
-    options = dict(num_branches=2, batch_size=2, num_draft_tokens=3)
-    draft = generation.draft_model(forward_with_best_second, None, cache, **options)
-    made = speculate(draft, cache, state, num_tokens=8)
-    assert_as_decode(made, decode(cache, state, num_tokens=8))
-    assert made.num_accepted.tolist() == [4, 3] and made.num_model_steps.tolist() == [4, 3]
+@pytest.mark.parametrize("branch", [0, 1])
+def test_tree_draft_model_keeps_the_branch_that_was_fed(branch):
+    cache = fill_cache(3, kind=Kind("pair", cells=8, sequences=2))
+    options = dict(num_branches=2, batch_size=1, num_draft_tokens=3)
+    draft = generation.draft_model(forward, None, cache, **options)
+    state = init_state(cache, tokens=[1])
+    draft, guess = draft.propose(BEST, state, jnp.ones(1, bool), jnp.array([3]))
+    fed = jnp.append(jnp.array([1]), guess.tokens[0, branch])
+    for count in (2, 3):
+        after = draft.update(jnp.arange(1), jnp.array([3]), fed[None], jnp.array([count]))
+        expected, _ = run_batch(cache, make_batch(fed[:count]))
+        assert content_of_positions(after.cache) == content_of_positions(expected)
 
 
 @pytest.mark.parametrize("cells, fits", [(8, True), (3, False)])

@@ -228,3 +228,12 @@ def test_generate_on_mesh_writes_the_same_tokens(capsys):
         assert [json.loads(line)["tokens"] for line in out.splitlines()] == wanted
         assert f"mesh {axes}: {size} of weights on each device" in err
         assert "compiles after warm-up: 0" in err
+
+
+def test_plan_where_no_axis_splits_streams_has_a_row_for_each_text():
+    mesh = make_mesh(TENSOR)
+    model = models.on_mesh(models.load_shapes(DATA / "mamba2"), mesh, ShardingRules())
+    cache = model.cache_shapes(cells=64, sequences=4, streams=4, ubatch_size=8)
+    with jax.set_mesh(mesh):
+        plan = jax.eval_shape(jaxkv.plan_step, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert plan.ubatch.tokens.shape == (2, 1)
