@@ -1,7 +1,8 @@
-"""Attention to selected cells equals attention with a mask of the selected cells."""
+"""Attention to selected cells, and its mass, equal those with a mask of the selected cells."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,11 @@ from jaxkv.kv import select as selected_cells
 from jaxkv.kv.mask import list_shape
 from tests.attention.formula import PLAIN, formula, softmax_weights
 from tests.attention.lives import draw_qkv, make_edited, start_step
-from tests.attention.test_mass import ON_MESH, falls, plain_fields
+from tests.attention.test_mass import KEEP, falls
 from tests.helpers import caches, hlo
 from tests.helpers.caches import HEADS, LATENT, SIZE, SMALL, STACKED, attention_cache
-from tests.helpers.meshes import mesh_of
+from tests.helpers.meshes import KINDS, mesh_of, place_on_mesh
 from tests.helpers.parametrize import mark_cases
-from tests.helpers.pods import place_on_mesh
 
 core = pytest.mark.core
 CLOSE = dict(rtol=0, atol=1e-6)
@@ -38,30 +38,31 @@ def is_selected(select, cells):
 
 
 def by_mask(step, layer, q, select, options=PLAIN, bias=0.0, **look):
-    """The output and the mass with a mask of the selected cells."""
+    """The output and the mass with a mask of the selected cells, or of all."""
     k, v, mask, _ = map(np.asarray, jaxkv.read_kv(step, layer, **look))
-    mask = mask & is_selected(select, mask.shape[2])
+    mask = mask if select is None else mask & is_selected(select, mask.shape[2])
     lists = np.asarray(q).reshape(*mask.shape[:2], *q.shape[2:])
     out = formula(lists, k, v, mask, options, bias)
     return out.reshape(*q.shape[:3], -1), softmax_weights(lists, k, mask, options, bias).sum(2)
 
 
 LIVES = [kind for kind in [*caches.ALL_KINDS, LATENT] if len(kind.windows) == 1]
-FEW = [SMALL, caches.TILES, STACKED, LATENT]
+FAST = [SMALL, caches.TILES, STACKED, LATENT]
+CORE = [caches.WIDE, caches.GROUPS_STRIPES, caches.HEAD_ROWS]
 
 
-@pytest.mark.parametrize("kind", mark_cases(LIVES, FEW, LIVES), ids=str)
-def test_select_after_edits_matches_mask(kind):
+@pytest.mark.parametrize("kind", mark_cases(LIVES, FAST, CORE), ids=str)
+def test_mass_and_select_after_edits_match_formula(kind):
     step = start_step(make_edited(kind))
     q, k, v = draw_qkv(step)
     v = None if kind.latent else v
-    select = draw_select(step, 4)
-    after, out, mass = jaxkv.attend(step, 0, q, k, v, select=select, return_mass=True)
-    wanted = by_mask(after, 0, q, select)
-    assert np.abs(wanted[0]).max() > 0.1
-    for found, one in zip((out, mass), wanted, strict=True):
-        np.testing.assert_allclose(found, one, **CLOSE)
-    np.testing.assert_allclose(jaxkv.attend(step, 0, q, k, v, select=select)[1], out, **CLOSE)
+    for select in (None, draw_select(step, 4)):
+        after, out, mass = jaxkv.attend(step, 0, q, k, v, select=select, return_mass=True)
+        wanted = by_mask(after, 0, q, select)
+        assert np.abs(wanted[0]).max() > 0.1
+        for found, one in zip((out, mass), wanted, strict=True):
+            np.testing.assert_allclose(found, one, **KEEP)
+        np.testing.assert_allclose(jaxkv.attend(step, 0, q, k, v, select=select)[1], out, **KEEP)
 
 
 @core
@@ -189,15 +190,24 @@ def test_select_under_vmap_matches_each():
         np.testing.assert_allclose(got, run(select=cells)[1], **CLOSE)
 
 
-@pytest.mark.parametrize("kind", mark_cases(ON_MESH, core=ON_MESH), ids=str)
-@pytest.mark.parametrize("sequences", [None, [1, 0]], ids=["rows", "lists"])
-def test_select_on_mesh_matches_one_device(kind, sequences):
-    plain = make_edited(caches.Kind(**plain_fields(kind)))
+ON_MESH = {kind.name: kind for kind in KINDS if len(kind.windows) == 1}
+PLACES = [*product(ON_MESH, ("rows", "lists"))]
+FEW_PLACES = [("all", "rows"), ("all", "lists"), ("window", "rows"), ("tiled", "rows")]
+
+
+@pytest.mark.parametrize(("name", "how"), mark_cases(PLACES, core=FEW_PLACES))
+def test_mass_and_select_on_mesh_match_one_device(name, how):
+    """Rows that are no sequences, but lists, are computed on all devices."""
+    kind = ON_MESH[name]
+    plain = make_edited(caches.Kind(**{x.name: getattr(kind, x.name) for x in fields(caches.Kind)}))
 
     def run(cache):
-        step = start_step(cache, sequences or range(kind.sequences))
-        run = partial(jaxkv.attend, step, 0, *draw_qkv(step), select=draw_select(step, 5))
-        return run()[1], *run(return_mass=True)[1:]
+        step = start_step(cache, range(kind.sequences) if how == "rows" else [1, 0])
+        run = partial(jaxkv.attend, step, 0, *draw_qkv(step))
+        select = partial(run, select=draw_select(step, 5))
+        sinks = jnp.linspace(-1, 1, 2 * HEADS)
+        mass = run(sinks=sinks, return_mass=True)[1:]
+        return *mass, select()[1], *select(return_mass=True)[1:]
 
     wanted = run(plain)
     with jax.set_mesh(mesh_of(**dict(kind.axes))):
@@ -232,13 +242,3 @@ def test_select_holds_nothing_of_all_pairs():
     keys = tokens * count * 2 * 2 * 8 * 4
     assert once < 8 * keys + 8 * cells < tokens * cells  # the table of a plan is read
     assert twice - once < tokens * cells / 4
-
-
-@core
-def test_select_compiles_once():
-    step = start_step(make_edited(SMALL))
-    arrays = draw_qkv(step)
-    run = jax.jit(lambda cells: jaxkv.attend(step, 0, *arrays, select=cells)[1])
-    for seed in range(2):
-        run(draw_select(step, 4, seed))
-        assert run._cache_size() == 1
