@@ -267,8 +267,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", mark_cases(LOOPS, core=["seq_add", "context_shift"]))
 def test_reason_that_a_loop_ignores_adds_no_instruction(name, monkeypatch):
     make, edit = LOOPS[name]
     cache = make()

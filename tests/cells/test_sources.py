@@ -295,8 +295,7 @@ def assert_next(cache, *sources, texts="abca"):
     assert_logits(logits, sources, [[*TEXTS[name], 1] for name in texts])
 
 
-@core
-@pytest.mark.parametrize("streams", [1, 2, Q])
+@pytest.mark.parametrize("streams", mark_cases([1, 2, Q], core=[2]))
 def test_append_adds_to_the_source_of_a_sequence_and_not_of_its_fork(streams):
     fork = jaxkv.seq_cp(fill_cache(streams), 0, 3).check()
     cache = append(fork, [[8, 9], D], [0, 2]).cache
@@ -448,8 +447,7 @@ def test_encode_prefill_and_select_on_a_mesh():
         assert_next(longer, [A, [8, 9]], B, C, [D, [6]], texts="abc.")
 
 
-@core
-@pytest.mark.parametrize("streams", [1, 2, 4])
+@pytest.mark.parametrize("streams", mark_cases([1, 2, Q], core=[2]))
 def test_insert_copies_sources_with_texts(streams):
     """Sequences come from one stream through a cache of two sequences, in another order."""
     cache = encode(make_both(), [A, B, D], [0, 1, 3])
