@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "kind, form, mode, axes, sequences", mark_cases(CASES, [CASES[0], CASES[3], CASES[4]]), ids=str
+    "kind, form, mode, axes, sequences", mark_cases(CASES, [CASES[0], CASES[4]]), ids=str
 )
 def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
     """Trap 55: a bias uses shifted positions.
