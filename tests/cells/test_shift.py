@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +23,6 @@ ALL = (  # one for each layer; of keys of 6 numbers
     PLAIN.linear(factor=4.0),
     PLAIN.yarn(factor=4.0, original=64, base=100.0),
 )
-
-
-@partial(jax.jit, static_argnames="rope")
-def rotate(x, positions, rope):
-    return rope.rotate(x, positions)
 
 
 @functools.cache
