@@ -52,7 +52,7 @@ OPTIONS = [
 ]  # fmt: skip
 """Options of pytest: no time is spent on reports of failures."""
 
-EDITS = "seq_cp seq_select insert evict fields defrag stateful every_argument"
+EDITS = "seq_cp insert evict fields defrag stateful every_argument"
 PLANS = "limits llama_cpp_edge_cases window streams plan_reasons reasons fits stale_plans sets"
 
 KNOWN_BY = {
