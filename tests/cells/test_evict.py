@@ -1,5 +1,7 @@
 """`evict`: cells removed by a mask are those that `seq_rm` removes one by one."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +31,12 @@ def evict_one_by_one(cache, keep, sequences):
     return cache
 
 
-@pytest.mark.parametrize("kind", mark_cases([SMALL, SPLIT, GROUPS], [SMALL], [SPLIT, GROUPS]))
-@pytest.mark.parametrize("sequences", [None, 1, [0, 2]], ids=str)
+ASKED = [*product([SMALL, SPLIT, GROUPS], [None, 1, [0, 2]])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequences"), mark_cases(ASKED, ASKED[:3], core=[ASKED[5], ASKED[6]]), ids=str
+)
 def test_evict_equals_seq_rm_of_each_cell(kind, sequences):
     cache = fill_cache(3, 2, 4, kind=kind)
     if kind is SMALL:  # with shared cells
