@@ -225,11 +225,8 @@ def test_lists_of_ranges_have_a_reason_each():
     cache = six()
     ids, starts = np.array([0, 0, 0]), np.array([4, -2, 3])
     cache, ok = result = jax.jit(jaxkv.seq_rm)(cache, ids, starts)
-    assert [Reason(code).name for code in result.reason.tolist()] == [
-        "OK",
-        "ARGUMENT_OUT_OF_RANGE",
-        "OK",
-    ]
+    names = [Reason(code).name for code in result.reason.tolist()]
+    assert names == ["OK", "ARGUMENT_OUT_OF_RANGE", "OK"]
     assert ok.tolist() == [True, False, True] and result[0] is cache is result.cache
     with pytest.raises(PlanRefusedError, match=r"^range 1: ARGUMENT_OUT_OF_RANGE, expected .*; ch"):
         result.check()

@@ -75,10 +75,8 @@ def test_update_equals_rotating_from_scratch(ropes):  # trap 95
 def test_update_moves_keys_on_all_axes():
     """Keys with positions on three axes are stored under the plain rope of the spec."""
     cache, raw = make_rotated_cache()
-    axes, positions = (
-        (0, 1, 2),
-        np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]),
-    )
+    axes = 0, 1, 2
+    positions = np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
     keys = PLAIN.rotate(raw, positions.T, axes)
     table, buffers = split(cache)
     stored = buffers.k[0].at[0, :, :6].set(keys.transpose(1, 0, 2))

@@ -44,11 +44,8 @@ def run_machine(machine, runs, steps):
 
 
 def test_edits_match_oracle_of_one_pool():  # traps 19, 20, 21, 23, 42, 51, 58, 73, 87
-    run_machine(
-        lambda: AttentionMachine(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False),
-        runs=15,
-        steps=20,
-    )
+    options = dict(counts=(3, 7), moves=(2, 2), looks_ahead=False)
+    run_machine(lambda: AttentionMachine(SMALL, **options), runs=15, steps=20)
 
 
 @pytest.mark.parametrize("kind", OWN, ids=str)
