@@ -58,12 +58,12 @@ PLANS = "limits llama_cpp_edge_cases window streams plan_reasons reasons fits st
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful looking_ahead",
     "jaxkv/core/hashing.py": "arguments stale_plans rewind plan_reasons batch recurrent",
-    "jaxkv/kv/cells.py": "arguments invariants seq_add shift rewind contract "
+    "jaxkv/kv/cells.py": "arguments invariants seq_add rewind contract "
     f"unwritten_layers {EDITS} {PLANS}",
     "jaxkv/kv/eviction.py": f"rewind {EDITS} {PLANS}",
     "jaxkv/kv/slots.py": "arguments rewind recurrent sharding unwritten_layers prefix "
     f"{EDITS} {PLANS}",
-    "jaxkv/kv/placement.py": f"striped own_placement limits window {EDITS}",
+    "jaxkv/kv/placement.py": f"placement limits window {EDITS}",
     "jaxkv/kv/record.py": f"record {EDITS}",
     "jaxkv/kv/tiles.py": f"tiled {EDITS}",
     "jaxkv/kv/cross_attention.py": "sources families",
