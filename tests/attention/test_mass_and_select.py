@@ -310,7 +310,7 @@ def test_select_under_vmap_matches_each():
 
 ON_MESH = {kind.name: kind for kind in KINDS if len(kind.windows) == 1}
 PLACES = [*product(ON_MESH, ("rows", "lists"))]
-FEW_PLACES = [("all", "rows"), ("all", "lists"), ("window", "rows"), ("tiled", "rows")]
+FEW_PLACES = [("all", "rows"), ("all", "lists"), ("tiled", "rows")]
 
 
 @pytest.mark.parametrize(("name", "how"), mark_cases(PLACES, core=FEW_PLACES))
