@@ -52,23 +52,23 @@ OPTIONS = [
 ]  # fmt: skip
 """Options of pytest: no time is spent on reports of failures."""
 
-EDITS = "seq_cp seq_select insert evict fields defrag stateful every_argument"
+EDITS = "seq_rm seq_cp insert fields defrag stateful every_argument"
 PLANS = "limits llama_cpp_edge_cases window streams plan_reasons reasons fits stale_plans sets"
 
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful looking_ahead",
     "jaxkv/core/hashing.py": "arguments stale_plans rewind plan_reasons batch recurrent",
-    "jaxkv/kv/cells.py": "arguments invariants seq_rm seq_add shift rewind contract "
+    "jaxkv/kv/cells.py": "arguments invariants seq_add rewind contract "
     f"unwritten_layers {EDITS} {PLANS}",
     "jaxkv/kv/eviction.py": f"rewind {EDITS} {PLANS}",
     "jaxkv/kv/slots.py": "arguments rewind recurrent sharding unwritten_layers prefix "
     f"{EDITS} {PLANS}",
-    "jaxkv/kv/placement.py": f"striped own_placement limits window {EDITS}",
+    "jaxkv/kv/placement.py": f"placement limits window {EDITS}",
     "jaxkv/kv/record.py": f"record {EDITS}",
     "jaxkv/kv/tiles.py": f"tiled {EDITS}",
     "jaxkv/kv/cross_attention.py": "sources families",
     "jaxkv/kv/copy_pooled.py": f"sharding unwritten_layers {EDITS}",
-    "jaxkv/recurrent/s*.py": "arguments limits seq_rm seq_add rewind invariants recurrent "
+    "jaxkv/recurrent/s*.py": "arguments limits seq_add rewind invariants recurrent "
     f"stale_plans reasons fits prefix {EDITS}",
     "jaxkv/recurrent/copy.py": f"prefix recurrent stale_plans {EDITS}",
     "jaxkv/hybrid.py": f"arguments recurrent sources hybrid_plans {EDITS} {PLANS}",

@@ -41,7 +41,7 @@ def make_model(how, window):
 
 WINDOWS = None, Window.symmetric(SIZE), Window.sliding(SIZE)
 CASES = [*product(("visible_until", "causal=False"), WINDOWS, (1, 2))]
-CORE = CASES[2], CASES[5], CASES[7], CASES[10]
+CORE = CASES[2], CASES[10]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):  # tra
     forward, sees = make_model(how, window)
     heads = X[None, :, None]
     wanted = formula(heads, *[heads.swapaxes(1, 2)] * 2, sees[None])[0, :, 0]
-    for size in (16, 8, 4):
+    for size in (16, 4):
         sizes = dict(layers=1, cells=32, kv_heads=1, head_dim=SIZE, sequences=2)
         cache = attention_cache(**sizes, streams=streams, window=window)
         options = dict(outputs=np.ones(COUNT, bool), extra={"visible_until": IMAGE})

@@ -203,7 +203,7 @@ LIVES = [
 
 
 @pytest.mark.parametrize(
-    "form, sizes, mode, axes", mark_cases(LIVES, core=[LIVES[0], LIVES[4], LIVES[-2]]), ids=str
+    "form, sizes, mode, axes", mark_cases(LIVES, core=[LIVES[4], LIVES[-2]]), ids=str
 )
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
     cache, form = make_form(**FORMS[form], **SIZES[sizes]), FORMS[form]
@@ -410,17 +410,22 @@ def test_attend_nonfinite_element_is_nan_in_key_and_zero_in_value(form, half, ba
     assert np.isnan(keys).any(-1).sum() == 1
 
 
-CODES = [("int8", 160), ("float8_e4m3fn", 160), ("int8", 64), ("float8_e4m3fn", 7)]
-
-
-@pytest.mark.parametrize(("dtype", "size"), mark_cases(CODES, fast=CODES[:1], core=CODES[1:2]))
-def test_encoded_matches_numpy(size, dtype):
-    """Includes zeros, the largest and smallest numbers, and non-finite ones."""
+def draw_edges(size):
+    """Random heads with zeros, the largest and smallest numbers, and non-finite ones."""
     rng = np.random.default_rng(size)
     x = rng.normal(size=(2, 50, size)).astype(np.float32)
     x *= np.float32(10.0) ** rng.integers(-30, 30, (2, 50, 1))
     x[0, 0], x[0, 1], x[1, 3] = 0, 3e38, -1e-45
     x[0, 2, 0], x[0, 3], x[0, 4, 1] = np.nan, np.nan, -np.inf
+    return x
+
+
+CODES = [("int8", 160), ("float8_e4m3fn", 160), ("int8", 64), ("float8_e4m3fn", 7)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), mark_cases(CODES, fast=CODES[:1], core=CODES[1:2]))
+def test_encoded_matches_numpy(size, dtype):
+    x = draw_edges(size)
     found = jax.jit(Quantised.zeros((1,), dtype).encode)(jnp.asarray(x))
     codes, scales = quantise(x, dtype)
     np.testing.assert_array_equal(found.scales, scales)
@@ -434,12 +439,7 @@ def test_encoded_matches_numpy(size, dtype):
 
 @pytest.mark.parametrize("size", [64, 70])
 def test_int4_matches_numpy(size):
-    """Includes zeros, the largest and smallest numbers, and non-finite ones."""
-    rng = np.random.default_rng(size)
-    x = rng.normal(size=(2, 50, size)).astype(np.float32)
-    x *= np.float32(10.0) ** rng.integers(-30, 30, (2, 50, 1))
-    x[0, 0], x[0, 1], x[1, 3] = 0, 3e38, -1e-45
-    x[0, 2, 0], x[0, 3], x[0, 4, 1] = np.nan, np.nan, -np.inf
+    x = draw_edges(size)
     found = jax.jit(Int4.zeros((1,), "int4").encode)(jnp.asarray(x))
     packed, scales = quantise_to_int4(x)
     np.testing.assert_array_equal(found.packed, packed)
@@ -464,16 +464,6 @@ def test_rotation_of_heads_matches_matrix_and_keeps_products():
     np.testing.assert_allclose(found[0] @ found[1].T, x[0] @ x[1].T, atol=2e-5)
     half = rotate_by_hadamard(jnp.asarray(x, jnp.bfloat16))
     np.testing.assert_allclose(np.asarray(half, np.float32), rotate_heads(x), atol=0.03)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_rotation_reduces_error_of_heads_with_an_outlier(dtype):
-    x = np.random.default_rng(0).normal(size=(500, 64)).astype(np.float32)
-    x[:, 5] *= 20
-    plain, rotated = (
-        np.linalg.norm(round_to_storage(x, dtype, rotate=on) - x) for on in (False, True)
-    )
-    assert rotated < 0.6 * plain
 
 
 FORM_PAIRS = [("int4", "rotated int8"), ("rotated int8", "padded int4"), ("int8", "rotated int8")]

@@ -114,6 +114,8 @@ def test_view_of_a_layer_that_lacks_tokens_is_nan():
     found = view(step, 0)
     assert np.isfinite(found.k).any() and np.isnan(view(step, 1).k).all()
     assert found.mask[0, 0].sum() == 1  # its own cell
+    assert np.isfinite(jaxkv.read_kv(step, 0).k).any()  # a static number
+    assert np.isnan(jaxkv.read_kv(step, 1).k).all()
 
 
 def test_stream_that_lacks_nothing_goes_on_beside_one_that_does():
@@ -134,10 +136,3 @@ def test_copy_brings_nothing_that_its_source_does_not_lack():
         copied, ok = jaxkv.seq_cp(cache, 0, ids[-2])
         assert ok
         assert gives_nan(run_layers(copied, plan(copied, *(ids == ids[-2])))[1]) == expected
-
-
-def test_static_number_reads_what_a_traced_number_wrote():
-    begun = jaxkv.apply(SMALL.make(), plan(SMALL.make(), 1))
-    written, _ = jax.lax.scan(attend_signed, begun, jnp.arange(LAYERS))
-    assert np.isfinite(jaxkv.read_kv(written, 1).k).any()
-    assert np.isnan(jaxkv.read_kv(begun, 1).k).all()

@@ -26,10 +26,3 @@ def arguments(method):
 def test_methods_have_the_arguments_of_the_contract(kind):
     wanted = {name: arguments(getattr(CacheTable, name)) for name in METHODS}
     assert {name: arguments(getattr(kind, name)) for name in METHODS} == wanted
-
-
-def test_table_without_a_method_names_it_when_made():
-    for name in CacheTable.__abstractmethods__:
-        lacking = type("Lacking", (StateTable,), {name: getattr(CacheTable, name)})
-        with pytest.raises(TypeError, match=rf"Lacking .*\b{name}\b"):
-            lacking()

@@ -61,7 +61,7 @@ def fill(cache, texts=((1, 2, 3), (4, 5), (6, 7, 8, 9))):
     return cache.with_fields(**values_of_keys(cache))
 
 
-@pytest.mark.parametrize("layout", mark_cases(LAYOUTS, core=["groups", "stacked int8"]))
+@pytest.mark.parametrize("layout", mark_cases(LAYOUTS, core=["stacked int8"]))
 def test_fields_follow_their_cells(layout):
     cache = fill(make(**LAYOUTS[layout]))
     assert_fields_of_keys(cache)

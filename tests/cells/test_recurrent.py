@@ -107,9 +107,7 @@ def run_donated(cache, ubatch):
 def test_a_kept_cache_goes_on_as_if_nothing_came_between():
     """Trap 90: a cache does not change with edits of a cache derived from it."""
     says = partial(run_rows, kinds=HYBRID["kinds"])
-    checkpoint, other = (
-        make_filled_twin(kept=1, counts=(3, 2, 0), **HYBRID).cache for _ in range(2)
-    )
+    checkpoint, other = (make_filled_twin(1, (3, 2, 0), **HYBRID).cache for _ in range(2))
     wanted = says(other, [50, 51], [60])
     cache, ok = jaxkv.seq_rm(checkpoint, 0, 2)
     assert ok

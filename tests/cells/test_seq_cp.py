@@ -1,4 +1,4 @@
-"""`seq_cp` with one stream, with some, and with one for each sequence."""
+"""`seq_cp` and `seq_select` with one stream, with some, and with one for each sequence."""
 
 from dataclasses import replace
 
@@ -12,7 +12,15 @@ from jaxkv.kv.shift import CHUNK
 from tests.cells.plans import BLOCKS, plan_of
 from tests.cells.pools import FOUR, ONE, TWO, assert_copied, parse_random
 from tests.helpers import edit_sequences
-from tests.helpers.caches import Kind, assert_identical, drawing, parse_cache
+from tests.helpers.caches import (
+    SMALL,
+    SPLIT,
+    Kind,
+    assert_identical,
+    drawing,
+    fill_cache,
+    parse_cache,
+)
 from tests.helpers.edit_sequences import make_filled_twin
 from tests.helpers.parametrize import mark_cases
 from tests.helpers.steps import apply_plan
@@ -129,7 +137,6 @@ def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
     copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
     assert not ok and cache.can_resume(0, 0)
     assert_identical(copied, cache)
-    assert not jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=0).ok
 
 
 @pytest.mark.parametrize("kept", mark_cases([0, 3], [0]))
@@ -162,3 +169,44 @@ def test_seq_cp_hybrid_of_an_evicted_chunk_ends_where_all_parts_do():
     cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
     cache, ok = jaxkv.seq_cp(apply_plan(cache, plan_of(cache, 4, 1)), 0, 2)
     assert ok and cache.can_resume(2, 4)
+
+
+@pytest.mark.parametrize("kind", [TWO, FOUR], ids=str)
+def test_seq_select_sequences_change_places(kind):
+    """Between streams; cells to copy are not reused, although they have no owner any longer."""
+    cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"
+    cache = parse_random(cells, kind)
+    for select in (jaxkv.seq_select, jax.jit(jaxkv.seq_select)):
+        swapped, _ = select(cache, [2, 0, 0], [0, 2, 1])
+        assert_copied(cache, swapped, {0: 2, 1: 0, 2: 0})
+        if kind is TWO:
+            assert drawing(swapped) == "0{1} 1{1} 2{1} 0{0} 1{0} | . . 0{2} 1{2} 2{2}"
+            swapped, _ = jaxkv.seq_select(cache, [0, 1], [1, 0])
+            assert swapped.buffers.k[0] is cache.buffers.k[0]
+
+
+@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=str)
+def test_seq_select_traced_unknown_ids_change_nothing(kind):
+    cache = fill_cache(3, 2, 4, kind=kind)
+    select = jax.jit(lambda *args: jaxkv.seq_select(*args).cache)
+    assert_identical(jaxkv.seq_select(cache, [], []).cache, cache)
+    for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):
+        assert_identical(select(cache, jnp.array(parents), jnp.array(ids)), cache)
+    last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # the last one of two counts
+    assert last.seq_pos_max([0, 1, 2]).tolist() == [1, 3, 3]
+
+
+def test_seq_select_copies_of_one_and_of_three_states_get_separate_cells():
+    twin = edit_sequences.Twin("r", kept=2, sequences=4, streams=2)
+    assert twin.decode([0]) and twin.decode([1] * 4)
+    twin.edit("seq_select", [0, 1], [2, 3])
+    twin.compare()
+    assert twin.cache.num_used_cells() == 8
+
+
+def test_seq_select_of_states_into_two_streams_takes_free_cells_of_each():
+    twin = edit_sequences.Twin("r", kept=0, sequences=4, streams=2)
+    assert twin.decode([0, 2])
+    twin.edit("seq_select", [0, 2], [3, 1])
+    twin.compare()
+    assert twin.cache.num_used_cells() == 4

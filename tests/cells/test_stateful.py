@@ -10,7 +10,6 @@ from tests.helpers.caches import (
     ALL_KINDS,
     CODES,
     GROUPS_LAST_FIT,
-    GROUPS_STRIPES,
     LAST_FIT_WINDOW,
     LATENT,
     SMALL,
@@ -21,9 +20,9 @@ from tests.helpers.parametrize import mark_cases
 pytestmark = pytest.mark.core
 
 OWN = [GROUPS_LAST_FIT, LAST_FIT_WINDOW]
-KINDS = {kind.name: kind for kind in [*ALL_KINDS, CODES, LATENT, *OWN]}
 NEAR = jaxkv.Window.sliding(4)
 WIDE_TILES = Kind("tiled-two-owner-words", 24, sequences=40, placement="tiled", windows=(NEAR,))
+KINDS = {kind.name: kind for kind in [*ALL_KINDS, CODES, LATENT, *OWN, WIDE_TILES]}
 GROUPS = {"sequences": 4, "streams": 2}
 STATES = {
     "recurrent": {"kinds": "rr", "kept": 3},
@@ -45,23 +44,13 @@ def run_machine(machine, runs, steps):
 
 
 def test_edits_match_oracle_of_one_pool():  # traps 19, 20, 21, 23, 42, 51, 58, 73, 87
-    run_machine(
-        lambda: AttentionMachine(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False),
-        runs=15,
-        steps=20,
-    )
+    options = dict(counts=(3, 7), moves=(2, 2), looks_ahead=False)
+    run_machine(lambda: AttentionMachine(SMALL, **options), runs=15, steps=20)
 
 
 @pytest.mark.parametrize("kind", OWN, ids=str)
 def test_edits_match_oracles_of_an_own_placement(kind):
     run_machine(lambda: AttentionMachine(kind, moves=(2, 2), in_rows=True), runs=5, steps=20)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=str)
-def test_edits_match_oracles_in_rows(kind):  # traps 26, 96
-    """All ubatches have one shape, to limit compilation."""
-    run_machine(lambda: AttentionMachine(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +64,7 @@ def test_edits_match_oracles_of_a_hybrid_with_states(name):  # traps 69, 85, 86
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", KINDS)
-def test_edits_match_oracles_of_every_kind(name):
+def test_edits_match_oracles_of_every_kind(name):  # traps 26, 96
     run_machine(lambda: AttentionMachine(KINDS[name], sets=True), runs=100, steps=20)
 
 

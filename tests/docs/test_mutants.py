@@ -5,8 +5,7 @@ import pytest
 from tools import mutate
 
 UNRELATED = {
-    *("make_cache", "rope", "rotation", "derivatives_of_edits", "transforms", "traced_operations"),
-    "llama_cpp_snapshot_edge_cases",
+    *("make_cache", "rope", "rotation", "derivatives_of_edits", "transforms", "traced_operations")
 }
 """Tests of other code than the mutated files, by name."""
 

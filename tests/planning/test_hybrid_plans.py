@@ -30,6 +30,13 @@ def both_orders(*parts):
     return [parts, parts[::-1]]
 
 
+def in_both_orders(*parts):
+    """Parametrise a test with parts in both orders, of which every change tests the second."""
+    first, second = both_orders(*parts)
+    cases = pytest.param(first, marks=pytest.mark.nightly), second
+    return pytest.mark.parametrize("parts", cases, ids=[1, 2])
+
+
 @pytest.mark.parametrize(
     "parts", both_orders(make_attention(cells=4), make_attention(cells=9)), ids=[1, 2]
 )
@@ -47,7 +54,7 @@ def make_states(**sizes):
     return recurrent_cache(1, STATES, sequences=3, **sizes)
 
 
-@pytest.mark.parametrize("parts", both_orders(make_attention(cells=9), make_states()), ids=[1, 2])
+@in_both_orders(make_attention(cells=9), make_states())
 def test_plan_of_a_shift_in_one_part_is_refused_for_its_sequence(parts):
     cache, ok = jaxkv.seq_add(make_hybrid(*parts, counts=(2, 2)), 0, 0, -1, delta=3)
     assert ok
@@ -57,9 +64,7 @@ def test_plan_of_a_shift_in_one_part_is_refused_for_its_sequence(parts):
     assert jaxkv.init_batch(jaxkv.apply(cache, jaxkv.init_update(cache)), make_batch([1])).ok
 
 
-@pytest.mark.parametrize(
-    "parts", both_orders(make_attention(cells=9), make_states(max_rollback=1)), ids=[1, 2]
-)
+@in_both_orders(make_attention(cells=9), make_states(max_rollback=1))
 def test_edit_that_one_part_refuses_changes_no_part(parts):
     """States cannot lose tokens in the middle; the last positions would stay equal."""
     cache = make_hybrid(*parts, counts=(4, 2))
@@ -102,7 +107,7 @@ def test_can_allocate_where_every_part_has_cells(parts):
     assert table.can_allocate(np.array([5, 0, 1, 0]), 1, none).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("parts", both_orders(*POOLS), ids=[1, 2])
+@in_both_orders(*POOLS)
 def test_copies_to_another_stream_need_cells_in_every_part(parts):
     cache = make_hybrid(*parts, counts=(3, 0, 2))
     for same, ok in (jaxkv.seq_select(cache, [0], [3]), jaxkv.seq_cp(cache, 0, 3)):

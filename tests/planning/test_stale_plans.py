@@ -60,11 +60,8 @@ def same(one, other):
 def test_ubatch_of_another_text_writes_nothing(kind):
     """The same tokens for the same positions and cells, or a rival with the same first token."""
     one, other = make_two_texts(kind), make_two_texts(kind, text=(5, 4, 3, 2, 1))
-    mine, foreign, rival = (
-        plan_tokens(one, [11, 12]),
-        plan_tokens(other, [11, 12]),
-        plan_tokens(one, [11, 13]),
-    )
+    mine, rival = (plan_tokens(one, [11, token]) for token in (12, 13))
+    foreign = plan_tokens(other, [11, 12])
     for late in (foreign, rival):  # the cells' contents are compared by hashes
         pairs = zip(jax.tree.leaves(mine.slots), jax.tree.leaves(late.slots), strict=True)
         assert all(np.array_equal(x, y) for x, y in pairs if x.dtype == np.int32)

@@ -42,8 +42,9 @@ def assert_same(one, other):
     assert_identical(*(jax.tree.leaves(jax.device_get(cache)) for cache in (one, other)))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", mark_cases(KINDS, core=["split cells"]))
+@pytest.mark.parametrize(
+    ("name", "mode"), mark_cases(product(KINDS, MODES), core=[("split cells", "explicit")])
+)
 def test_insert_on_mesh_and_from_another_mesh_equals_one_device(name, mode):
     kind, other, axes = KINDS[name]
     first, second = (
@@ -72,8 +73,7 @@ def test_insert_on_mesh_and_from_another_mesh_equals_one_device(name, mode):
     assert_same(insert(cache, away_on_first, [1, 2, 0], [1, 0, 2]).cache, wanted)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mark_cases(MODES, core=["auto"]))
 def test_insert_of_states_from_another_mesh_equals_one_device(mode):
     options = dict(kinds="ar", sequences=4, streams=2, cells=12)
     source = edit_sequences.make_filled_twin(2, [5, 3, 4], **options).cache

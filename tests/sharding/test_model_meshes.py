@@ -151,15 +151,8 @@ def test_model_step_on_mesh_sends_sums(name):
     assert len(sent) <= 2 * layers + others and len(sent) == exact.get(name, len(sent))
 
 
-RECURRENT = [
-    "mamba2",
-    "recurrent_gemma",
-    "falcon_h1",
-    "lfm2",
-    "qwen3_next",
-    "qwen3_5",
-    "nemotron_h",
-]
+RECURRENT = ["mamba2", "recurrent_gemma", "falcon_h1", "lfm2", "qwen3_next", "qwen3_5"]
+RECURRENT += ["nemotron_h"]
 
 
 @pytest.mark.parametrize("name", mark_cases(RECURRENT, core=["mamba2"]))

@@ -77,10 +77,8 @@ def test_update_and_defrag_send_scalars(name, plan):
     """If cells move between devices, chunks of each layer are sent too."""
     pod = PODS[name]
     with set_mesh(pod):
-        program, layout = (
-            compile_donated(lambda m: apply_plan(m, plan(m)), pod.cache()),
-            pod.layout(),
-        )
+        program = compile_donated(lambda m: apply_plan(m, plan(m)), pod.cache())
+        layout = pod.layout()
     sizes = [size for _, size in hlo.collectives(program)]
     if plan is jaxkv.defrag_plan and "cells" in dict(pod.axes):
         chunk = CHUNK * layout.buffers // LAYERS // 2 // (pod.cells // dict(pod.axes)["cells"])

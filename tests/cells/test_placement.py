@@ -1,4 +1,4 @@
-"""A placement of a user is a class with sort keys; every choice of cells follows these keys."""
+"""Placements of users, whose sort keys every choice of cells follows, and striped cells."""
 
 from dataclasses import dataclass, replace
 
@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import snapshot
+from jaxkv import sharding, snapshot
+from jaxkv.kv.placement import Striped, cells_at_ranks
 from tests.helpers.caches import (
     GROUPS_LAST_FIT,
     LAST_FIT_WINDOW,
     SMALL,
+    STRIPES,
     LastFit,
     drawing,
     parse_cache,
     run_model,
 )
-from tests.helpers.meshes import mesh_of, place_on_mesh
+from tests.helpers.meshes import RULES, mesh_of, place_on_mesh
+from tests.helpers.reference_cache import Oracle
 
 LAST = replace(SMALL, cells=8, placement=LastFit())
 
@@ -129,3 +132,35 @@ def test_own_placement_of_a_part_is_that_of_its_part():
     cache = jaxkv.make_cache(hybrid, cells=4, placement=(LastFit(), "any"))
     slots = jaxkv.plan_step(cache, [1]).ubatch.slots
     assert [x.tolist() for x in slots] == [[[3]], [[0]]]
+
+
+# ----------------------------------------------------------------------------------------- striped
+
+SHARDS = 4
+LONG = replace(STRIPES, cells=1024, placement=f"striped:{SHARDS}", sequences=2)
+BY_NUMBER = {"placement": "any"}
+
+
+@pytest.mark.parametrize(("share", "shards"), [(3, 2), (6, 2), (65, 3), (320, 4)])
+def test_dealt_and_cell_of_match_oracle(share, shards):
+    cells = share * shards
+    order = Striped(shards).sort(jnp.arange(cells, dtype=jnp.int32))
+    assert order.tolist() == Oracle(cells, 1, placement=f"striped:{shards}").order
+    assert cells_at_ranks(jnp.arange(cells + 1), order).tolist() == [*order.tolist(), cells]
+
+
+UNEVEN = "fills the devices unevenly that split cells by cells; take placement='striped:4'"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (BY_NUMBER, f"placement='any' {UNEVEN}"),
+        ({"placement": "striped:2"}, f"placement='striped:2' {UNEVEN}"),
+        ({"placement": "striped:8"}, ""),
+    ],
+)
+def test_layout_of_striped_cells_says_whether_devices_hold_alike(made, said):
+    cache = jax.eval_shape(replace(LONG, **made).make)
+    layout = sharding.device_bytes(cache, mesh_of(cells=4), RULES)
+    assert "\n".join(layout.uneven) == said and str(layout).endswith(said or " bytes")
