@@ -22,7 +22,6 @@ from tests.serving.servers import RULE, draw_tokens
 
 pytestmark = pytest.mark.core
 
-NAMES = ["llama_tied", "gemma3", "granite_hybrid"]
 CELL = 2 * 2 * 2 * 4 * 4
 PARAMS = jnp.zeros(10**6)
 
@@ -92,7 +91,8 @@ def test_swapped_requests_are_as_alone_within_the_limit(kind, limit):
     assert sum(computed[limit]) == prompts or limit < 10**6  # each token once
 
 
-@pytest.mark.parametrize("name", mark_cases(NAMES, fast=["granite_hybrid"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid"])
 def test_swapped_requests_of_a_model_are_as_alone(name, monkeypatch):
     monkeypatch.setitem(swapping.FLOPS_PER_BYTE, "cpu", 1)
     model, requests = load_tiny(name), make_requests(5)
