@@ -207,9 +207,7 @@ def test_load_of_large_sizes_raises_before_it_allocates():
 
     def refused():
         for changes in ({"cells": 2**22}, {"sequences": 2**28, "streams": 2**27}):
-            large = change_description(
-                data, lambda said, new=changes: said | {"cache": said["cache"] | new}
-            )
+            large = change_sizes(data, **changes)
             need = snapshot.inspect(large).cache.nbytes
             with pytest.raises(ValueError, match=f"expected a cache of at most {2**26} bytes in a"):
                 snapshot.load(large)
