@@ -242,12 +242,8 @@ def feed_grid(model, run, cache, start, stop, ubatch_size, sequence=0):
         outputs=np.ones(stop - start, bool),
         extra={"rope_offsets": offsets[start:stop]},
     )
-    plan, found = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size), []
-    for ubatch in plan.ubatches:
-        step, logits = model.forward(model.params, jaxkv.apply(cache, ubatch))
-        cache = step.cache
-        found.append(logits)
-    return cache, plan.gather_outputs(found)
+    options = dict(ubatch_size=ubatch_size)
+    return jaxkv.prefill(model.forward, model.params, cache, batch, **options)[:2]
 
 
 @pytest.mark.parametrize(
