@@ -89,26 +89,6 @@ def test_score_computes_logits_of_the_last_token_of_a_prompt_alone():
     assert sizes == [8, 8]  # the fewest that a ubatch has
 
 
-def test_beam_without_an_allowed_token_ends_with_what_it_has():
-    def masked(params, step):
-        step, logits = by_previous(params, step)
-        last = step.tokens.reshape(-1)[step.outputs]
-        return step, jnp.where(last[:, None] == 7, -jnp.inf, logits)
-
-    table = TABLE.copy()
-    table[:, 7] += 5  # the best beam reaches a token after which none is allowed
-    cache = jaxkv.make_cache(SPEC, cells=32, sequences=2)
-    cache, logits, *_ = jaxkv.prefill(masked, table, cache, make_batch([1]))
-    beams = generation.beam(masked, table, cache, logits[0], num_beams=2, num_tokens=4)
-    assert beams.reason == jaxkv.Reason.OK and np.isfinite(beams.scores).all()
-    chances = np.asarray(jax.nn.log_softmax(table))
-    for text, score, length in zip(beams.tokens, beams.scores, beams.lengths, strict=True):
-        text = [1, *text[:length].tolist()]
-        assert 7 not in text[:-1] and length == 4
-        pairs = zip(text, text[1:], strict=False)
-        np.testing.assert_allclose(score, sum(chances[pair] for pair in pairs), atol=1e-4)
-
-
 def test_beam_search_of_more_beams_than_tokens_leaves_beams_empty():
     search, none = init_beam_state(3, 1), np.zeros(0, np.int32)
     _, after = advance_search(search, jnp.zeros((3, 2)), none, jnp.float32(1))
