@@ -76,7 +76,8 @@ def test_swapped_requests_are_as_alone_within_the_limit(kind, limit):
     requests, computed = make_requests(), {}
     for host_bytes in (None, limit):
         options = dict(reserve=False, constraint=RULE, host_bytes=host_bytes, prefill_chunk=8)
-        engine = Engine(servers.forward, PARAMS, kind.make(), stop_tokens=servers.STOP, **options)
+        options |= dict(stop_tokens=servers.STOP, sampling_options=["temperature"])
+        engine = Engine(servers.forward, PARAMS, kind.make(), **options)
         engine.warm_up()
         computed[host_bytes] = count_prompt_tokens(engine)
         with counting() as compiled:
