@@ -8,8 +8,6 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation.beam import Hypotheses, advance_search, init_beam_state, is_filled
-from jaxkv.generation.filters import make_sampler
-from jaxkv.generation.sampler import adjust_logits
 from tests.generation.tiny import forward
 from tests.helpers.caches import SPLIT, fill_cache
 
@@ -107,11 +105,3 @@ def test_beam_search_drops_a_beam_without_an_allowed_token():
     np.testing.assert_allclose(after.living.scores, [-2 - np.log(2)] * 2, atol=1e-6)
     _, none = advance_search(search, logits[:1].repeat(2, 0), np.zeros(0, np.int32), jnp.float32(1))
     assert not is_filled(none.living).any() and not is_filled(none.ended).any()
-
-
-def test_sampler_of_rows_filters_only_rows_that_ask_for_it():
-    logits = jnp.asarray(TABLE[:4]).at[0, 5].set(jnp.nan)
-    sampler = make_sampler(temperature=1.0, top_k=jnp.array([0, 0, 2, 8]))
-    adjusted = adjust_logits(sampler, logits, sampler.init(np.zeros((4, 0), np.int32)))
-    assert np.isnan(adjusted[0, 5])
-    assert np.isfinite(adjusted[1:]).sum(axis=1).tolist() == [8, 2, 8]

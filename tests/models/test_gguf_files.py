@@ -193,6 +193,10 @@ def test_load_of_another_form_of_file_gives_the_same_model(tmp_path, name, chang
     [
         ("qwen3_5", {"rope.dimension_sections": [2, 1, 1]}, "4 numbers with 0 as the last"),
         ("qwen3_5", {"rope.dimension_sections": [2, 1, 1, 1]}, "4 numbers with 0 as the last"),
+        ("llama_llama3", {"rope.dimension_count": 0}, "dimension_count 8, got 0"),
+        ("llama_llama3", {"rope.dimension_count": 4}, "dimension_count 8, got 4"),
+        ("gemma3", {"attention.sliding_window_pattern": ["false"] * 4}, "true or false"),
+        ("granite_hybrid_experts", {"rope.scaling.finetuned": "false"}, "true or false"),
         ("qwen3_5", {"ssm.time_step_rank": 3}, "a multiple of linear_num_key_heads"),
         ("qwen3_next", {"attention.recurrent_layers": [1, 0]}, "one for each of 3 layers"),
         ("qwen3_moe", {"nextn_predict_layers": 1}, "nextn_predict_layers 0, got 1"),
@@ -237,10 +241,18 @@ def test_granite_rotates_unless_the_file_says_otherwise(tmp_path, rotates):
     assert file.config.rope == folder.config.rope is not None
 
 
-@pytest.mark.parametrize("window", [None, 0])
-def test_gemma3_without_window_attends_to_all_positions(tmp_path, window):
-    file = load_changed(tmp_path, "gemma3", {"attention.sliding_window": window})
-    changes = FIXED["gemma3"] | {"layer_types": ["full_attention"] * 4}
+@pytest.mark.parametrize(
+    ("fields", "slides"),
+    [
+        ({"attention.sliding_window": None}, [0, 0, 0, 0]),
+        ({"attention.sliding_window": 0}, [0, 0, 0, 0]),
+        ({"attention.sliding_window_pattern": [True, False, False, True]}, [1, 0, 0, 1]),
+    ],
+)
+def test_gemma3_has_windows_in_the_layers_that_the_file_names(tmp_path, fields, slides):
+    file = load_changed(tmp_path, "gemma3", fields)
+    types = [("full_attention", "sliding_attention")[one] for one in slides]
+    changes = FIXED["gemma3"] | {"layer_types": types}
     folder = models.load_shapes(config_at(tmp_path, "gemma3", **changes))
     assert_close(*(dataclasses.asdict(model.config) for model in (file, folder)))
 
