@@ -155,7 +155,7 @@ def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
 def test_speculate_guess_that_ends_a_text_is_accepted():
     cache = fill_cache(3)
     state = init_state(cache, tokens=[1])
-    free = decode(cache, state, num_tokens=3).tokens
+    free = decode(cache, state, num_tokens=4).tokens[:, :3]
     for stop in (tokens := free[0].tolist()):
         made = speculate(Known.make(free, wrong=False), cache, state, [stop], num_tokens=4)
         assert made.num_model_steps.tolist() == [1] and made.num_drafted.tolist() == [3]
