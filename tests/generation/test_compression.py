@@ -13,6 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation
+from tests.helpers.parametrize import mark_cases
 
 LAYERS, HEADS, KV_HEADS, SIZE, VOCABULARY = 2, 4, 2, 8, 11
 WIDTH = HEADS * SIZE
@@ -158,6 +159,7 @@ class Rule:
 
 
 RULES = {"streaming": streaming, "h2o": h2o, "snapkv": snapkv, "pyramidkv": pyramidkv}
+FAST = ["h2o", "pyramidkv"]
 
 
 def make(name, **sizes):
@@ -174,7 +176,7 @@ def read_prompts(name, cache):
     return jaxkv.prefill(forward, WEIGHTS, cache, PROMPTS[:, -WINDOW:].tolist(), edit=RULES[name])
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", mark_cases(RULES, FAST, core=[*RULES][::2]))
 def test_rule_keeps_the_tokens_of_its_reference_at_every_step(name):
     done = read_prompts(name, make(name))
     cache, logits = done.cache, done.logits

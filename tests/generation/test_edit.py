@@ -47,6 +47,7 @@ def own_loop(cache, tokens, count):
     return jnp.stack(texts, axis=1)
 
 
+@pytest.mark.core
 def test_edited_loops_equal_an_own_loop():
     prompts = [[0, 1, 2, 3, 3, 1, 0], [2, 2]]
     cache = make(sequences=2, streams=2)

@@ -72,8 +72,7 @@ def test_generate_with_drafter_has_same_texts_and_counts_of_all_calls():
 
 def test_generate_samples_fork_their_prompt():
     out = generate_texts(PROMPTS[:2], sampler=WARM, num_samples=2, seed=[1, 2, 1, 5])
-    for row, i, seed in ((1, 0, 2), (3, 1, 5)):
-        assert generate_texts([PROMPTS[i]], sampler=WARM, seed=[seed]).lists() == [out.lists()[row]]
+    assert out.lists()[1::2] == generate_texts(PROMPTS[:2], sampler=WARM, seed=[2, 5]).lists()
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,17 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import generation
-from tests.generation.tiny import speculate_plainly
+from tests.generation import tiny
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import mark_cases
+
+pytestmark = pytest.mark.core
 
 VOCABULARY, SIZE, DRAFT = 5, 6, 3
 WEIGHTS = {
@@ -45,14 +46,8 @@ def make(**sizes):
     return attention_cache(layers=1, kv_heads=1, head_dim=SIZE, **{"cells": 64, **sizes})
 
 
-def run_once(model, tokens, features=None):
-    """Logits and features of all tokens, computed in an empty cache."""
-    extra = None if features is None else {"features": jnp.stack(features)}
-    batch = jaxkv.make_batch(tokens, outputs=[True] * len(tokens), extra=extra)
-    cache = make(cells=32)
-    plan = jaxkv.init_batch(cache, batch, ubatch_size=32)
-    _, *results = model(WEIGHTS, jaxkv.apply(cache, plan.ubatches[0]))
-    return [plan.gather_outputs([x]) for x in results]
+def run_once(model, *texts):
+    return tiny.run_once(model, WEIGHTS, make, *texts)
 
 
 def init(cache, drafter_cache):
@@ -70,32 +65,43 @@ def init(cache, drafter_cache):
     return done.cache, state, drafter
 
 
+def speculate_plainly(text, count):
+    return tiny.speculate_plainly(
+        partial(run_once, forward), partial(run_once, head), text, count=count, draft=DRAFT
+    )
+
+
 @pytest.mark.parametrize("streams", mark_cases([1, 2], fast=[2]))
 def test_drafts_of_head_equal_those_without_caches(streams):
+    """The second call continues with the features of the first, and in the same program."""
     sizes = dict(sequences=2, streams=streams)
     cache, state, drafter = init(make(**sizes), make(**sizes))
-    plain = generation.decode(forward, WEIGHTS, cache, state, num_tokens=13)
-    out = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=13)
-    np.testing.assert_array_equal(out.tokens, plain.tokens)
-    for i, prompt in enumerate(PROMPTS):
-        model = partial(run_once, forward), partial(run_once, head)
-        tokens, counts = speculate_plainly(*model, prompt, count=14, draft=DRAFT)
-        assert [int(state.token[i]), *out.tokens[i].tolist()] == tokens
-        found = out.num_model_steps[i], out.num_drafted[i], out.num_accepted[i]
-        assert [*map(int, found)] == counts
-        assert 0 < counts[2] < counts[1]  # both outcomes occur
-    # The second call continues with the features of the first.
-    first = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=5)
-    rest = dict(drafter=first.drafter, num_tokens=8)
-    second = generation.speculate(forward, WEIGHTS, first.cache, first.state, **rest)
-    np.testing.assert_array_equal(jnp.hstack([first.tokens, second.tokens]), plain.tokens)
+    texts, shapes, traces = [*PROMPTS], [], []
+
+    def counted(params, step):
+        shapes.append(step.valid.shape)
+        return forward(params, step)
+
+    for _ in range(2):
+        options = dict(drafter=drafter, num_tokens=10)
+        out = generation.speculate(counted, WEIGHTS, cache, state, **options)
+        traces.append(len(shapes))
+        for i, text in enumerate(texts):
+            tokens, counts = speculate_plainly(text, 11)
+            assert [int(state.token[i]), *out.tokens[i].tolist()] == tokens
+            found = out.num_model_steps[i], out.num_drafted[i], out.num_accepted[i]
+            assert [*map(int, found)] == counts
+            assert 0 < counts[2] < counts[1]  # both outcomes occur
+            texts[i] = [*text, *tokens[:-1]]
+        cache, state, drafter = out.cache, out.state, out.drafter
+    assert traces[0] == traces[1]
 
 
 def test_full_cache_of_head_ends_drafts_and_not_the_text():
     cache, state, drafter = init(make(sequences=2), make(sequences=2, cells=12))
-    plain = generation.decode(forward, WEIGHTS, cache, state, num_tokens=13)
     out = generation.speculate(forward, WEIGHTS, cache, state, drafter=drafter, num_tokens=13)
-    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    for i, prompt in enumerate(PROMPTS):
+        assert [int(state.token[i]), *out.tokens[i].tolist()] == speculate_plainly(prompt, 14)[0]
     assert 0 < out.num_drafted.sum() < 40
 
 
@@ -137,22 +143,3 @@ def test_wrong_features_raise():
     other = generation.head_drafter(head, WEIGHTS, make(), jnp.zeros((2, 6)))
     with pytest.raises(ValueError, match="expected a draft whose cache has the 2 sequences"):
         generation.speculate(forward, WEIGHTS, cache, state, drafter=other, num_tokens=4)
-
-
-def test_speculate_with_features_compiles_once():
-    cache, state, drafter = init(make(sequences=2), make(sequences=2))
-    traces = []
-
-    def counted(params, step):
-        traces.append(step.valid.shape)
-        return forward(params, step)
-
-    run = jax.jit(
-        lambda cache, state, drafter: generation.speculate(
-            counted, WEIGHTS, cache, state, drafter=drafter, num_tokens=4
-        )
-    )
-    out = run(cache, state, drafter)
-    count = len(traces)
-    run(out.cache, out.state, out.drafter)
-    assert len(traces) == count

@@ -8,8 +8,6 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation.beam import Hypotheses, advance_search, init_beam_state, is_filled
-from jaxkv.generation.filters import make_sampler
-from jaxkv.generation.sampler import adjust_logits
 from tests.generation.tiny import forward
 from tests.helpers.caches import SPLIT, fill_cache
 
@@ -89,26 +87,6 @@ def test_score_computes_logits_of_the_last_token_of_a_prompt_alone():
     assert sizes == [8, 8]  # the fewest that a ubatch has
 
 
-def test_beam_without_an_allowed_token_ends_with_what_it_has():
-    def masked(params, step):
-        step, logits = by_previous(params, step)
-        last = step.tokens.reshape(-1)[step.outputs]
-        return step, jnp.where(last[:, None] == 7, -jnp.inf, logits)
-
-    table = TABLE.copy()
-    table[:, 7] += 5  # the best beam reaches a token after which none is allowed
-    cache = jaxkv.make_cache(SPEC, cells=32, sequences=2)
-    cache, logits, *_ = jaxkv.prefill(masked, table, cache, make_batch([1]))
-    beams = generation.beam(masked, table, cache, logits[0], num_beams=2, num_tokens=4)
-    assert beams.reason == jaxkv.Reason.OK and np.isfinite(beams.scores).all()
-    chances = np.asarray(jax.nn.log_softmax(table))
-    for text, score, length in zip(beams.tokens, beams.scores, beams.lengths, strict=True):
-        text = [1, *text[:length].tolist()]
-        assert 7 not in text[:-1] and length == 4
-        pairs = zip(text, text[1:], strict=False)
-        np.testing.assert_allclose(score, sum(chances[pair] for pair in pairs), atol=1e-4)
-
-
 def test_beam_search_of_more_beams_than_tokens_leaves_beams_empty():
     search, none = init_beam_state(3, 1), np.zeros(0, np.int32)
     _, after = advance_search(search, jnp.zeros((3, 2)), none, jnp.float32(1))
@@ -127,11 +105,3 @@ def test_beam_search_drops_a_beam_without_an_allowed_token():
     np.testing.assert_allclose(after.living.scores, [-2 - np.log(2)] * 2, atol=1e-6)
     _, none = advance_search(search, logits[:1].repeat(2, 0), np.zeros(0, np.int32), jnp.float32(1))
     assert not is_filled(none.living).any() and not is_filled(none.ended).any()
-
-
-def test_sampler_of_rows_filters_only_rows_that_ask_for_it():
-    logits = jnp.asarray(TABLE[:4]).at[0, 5].set(jnp.nan)
-    sampler = make_sampler(temperature=1.0, top_k=jnp.array([0, 0, 2, 8]))
-    adjusted = adjust_logits(sampler, logits, sampler.init(np.zeros((4, 0), np.int32)))
-    assert np.isnan(adjusted[0, 5])
-    assert np.isfinite(adjusted[1:]).sum(axis=1).tolist() == [8, 2, 8]

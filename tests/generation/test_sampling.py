@@ -141,7 +141,9 @@ def test_temperature_of_zero_for_one_text_divides_by_no_zero():
 def test_filters_turned_off_for_one_text_leave_it_alone(odd):
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
     both = make_sampler(temperature=[0, 1], top_k=[0, 2], top_p=[1, 0.9], min_p=[0, 0.1])
-    token = sample_tokens(both, adjust_logits(both, logits, ()), keys_of(2))
+    adjusted = adjust_logits(both, logits, ())
+    assert np.isnan(adjusted[0]).all()  # and not -inf, as a filter would leave
+    token = sample_tokens(both, adjusted, keys_of(2))
     alone = sample_tokens(make_sampler(), adjust_logits(make_sampler(), logits[:1], ()), keys_of(1))
     assert token[0] == alone[0] == -1
 

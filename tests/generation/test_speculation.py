@@ -101,18 +101,6 @@ def test_speculate_sampler_follows_only_accepted_tokens():
     jax.tree.map(np.testing.assert_array_equal, *seen)
 
 
-@pytest.mark.nightly
-def test_speculate_texts_in_any_sequences():
-    cache = fill_cache(2, 2, 2)
-    state = init_state(cache, tokens=[1, 5, 3], sequences=[2, 0, 1], max_new_tokens=[4, 0, 4])
-    wanted = decode(cache, state, num_tokens=4)
-    own = generation.draft_model(forward, None, cache, batch_size=3, num_draft_tokens=2)
-    made = speculate(own, cache, state, num_tokens=4)
-    assert list_texts(made) == list_texts(wanted) and list_texts(made)[1] == []
-    assert made.num_model_steps.tolist()[1] == 0
-    assert last_of(made.cache, [0, 1, 2]) == last_of(wanted.cache, [0, 1, 2])
-
-
 @pytest.mark.parametrize("num_branches", mark_cases([1, 2], fast=[1]))
 def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     params = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
@@ -167,7 +155,7 @@ def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
 def test_speculate_guess_that_ends_a_text_is_accepted():
     cache = fill_cache(3)
     state = init_state(cache, tokens=[1])
-    free = decode(cache, state, num_tokens=3).tokens
+    free = decode(cache, state, num_tokens=4).tokens[:, :3]
     for stop in (tokens := free[0].tolist()):
         made = speculate(Known.make(free, wrong=False), cache, state, [stop], num_tokens=4)
         assert made.num_model_steps.tolist() == [1] and made.num_drafted.tolist() == [3]

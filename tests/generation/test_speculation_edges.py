@@ -53,9 +53,7 @@ RULE = dict(allowed=lambda s: jnp.arange(VOCABULARY) >= 16 * (s > 1), advance=la
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_speculate_without_an_allowed_token_ends_as_decode(count):
     """After `count` more tokens, no token is allowed."""
-    cache = fill_cache(2, 3, kind=ROOMY)
-    free = decode(cache, init_state(cache, tokens=[1, 5]), num_tokens=4).tokens
-    prompts = [[1, 2, 1], [5, 3, 5]]
+    cache, prompts = fill_cache(2, 3, kind=ROOMY), [[1, 2, 1], [5, 3, 5]]
     for temperature in (0.0, 1.0):
         sampler = make_sampler(temperature=temperature)
         sampler = Constraint(first=jnp.int32(1 - count), **RULE).constrain(sampler)
@@ -63,7 +61,7 @@ def test_speculate_without_an_allowed_token_ends_as_decode(count):
         run = dict(num_tokens=4, sampler=sampler)
         wanted = decode(cache, state, **run)
         assert [len(text) for text in list_texts(wanted)] == [count, count]
-        drafters = [Known.make(free, wrong=False)]
+        drafters = [Known.make(jnp.maximum(wanted.tokens, 0), wrong=False)]
         drafters += [generation.prompt_lookup(prompts, ngram=1, num_branches=2)]
         for drafter in drafters[: 2 if temperature == 0 else 1]:
             made = speculate(drafter, cache, state, **run)
@@ -117,6 +115,7 @@ def test_speculate_limit_ends_in_a_draft_as_decode():
         free = decode(cache, init_state(cache, tokens=[1, 5]), num_tokens=8).tokens
         made = speculate(Known.make(free, wrong=False), cache, state, num_tokens=8)
         assert_as_decode(made, wanted)
+        assert (made.num_model_steps > 0).tolist() == [limit > 0 for limit in limits]
 
 
 def propose_drafts(prompts, tokens, active=None, **options):

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -44,6 +45,27 @@ def decode(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options)
 def speculate(drafter, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options):
     options |= dict(num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens)
     return generation.speculate(forward, None, cache, state, drafter=drafter, **options)
+
+
+def run_once(forward, params, make, tokens, features=None, *, length=32):
+    """Logits and features of all tokens, computed at once, with padding, in an empty cache."""
+    count, padded = len(tokens), np.zeros((1, length), np.int32)
+    padded[0, :count] = tokens
+    if features is not None:
+        features = jnp.pad(jnp.stack(features), ((0, length - count), (0, 0)))[None]
+    found = run_padded(forward, make, params, padded, count, features)
+    return [np.asarray(x)[:count] for x in found]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run_padded(forward, make, params, tokens, count, features):
+    valid = (jnp.arange(tokens.shape[1]) < count)[None]
+    extra = None if features is None else {"features": features}
+    batch = make_batch(tokens, valid=valid, outputs=valid, extra=extra)
+    cache = make(cells=tokens.shape[1])
+    plan = jaxkv.init_batch(cache, batch)
+    _, *found = forward(params, jaxkv.apply(cache, plan.ubatches[0]))
+    return [plan.gather_outputs([x]) for x in found]
 
 
 def speculate_plainly(model, head, prompt, *, count, draft):

@@ -67,26 +67,6 @@ def test_gguf_rows_are_put_back_in_order(tmp_path, arch, kind):
         assert same(file.tensors[name].read(), array), name
 
 
-def test_gguf_gemma_norms_lose_their_one(tmp_path):
-    known = {
-        "token_embd": ("model.embed_tokens", 3.0),
-        "output_norm": ("model.norm", 2.0),
-        "blk.0.ffn_norm": ("model.layers.0.pre_feedforward_layernorm", 2.0),
-        "blk.0.post_attention_norm": ("model.layers.0.post_attention_layernorm", 2.0),
-        "blk.0.post_ffw_norm": ("model.layers.0.post_feedforward_layernorm", 2.0),
-        "blk.0.attn_q_norm": ("model.layers.0.self_attn.q_norm", 2.0),
-    }
-    stored = {f"{name}.weight": np.full(HIDDEN, 3.0, np.float32) for name in known}
-    stored["token_embd.weight"] = np.full((tiny_files.VOCAB, HIDDEN), 3.0, np.float32)
-    slides = {"gemma3.attention.sliding_window": 16}
-    slides |= {"gemma3.attention.sliding_window_pattern": [True, False]}
-    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", stored, "gemma3", fields=slides))
-    assert file.config["layer_types"] == ["sliding_attention", "full_attention"]
-    values = {name: float(file.tensors[name].read().flat[0]) for name in file.tensors}
-    assert values == {f"{name}.weight": value for name, value in known.values()}
-    assert file.architecture == "gemma3_text" and file.config["tie_word_embeddings"]
-
-
 def test_folder_shards_are_one_checkpoint(tmp_path):
     tensors = tiny_tensors(ml_dtypes.bfloat16)
     where = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(tensors)}
@@ -162,25 +142,6 @@ def test_end_tokens_are_the_first_that_the_files_give_also_id_0(
     files = {"generation_config": {"eos_token_id": of_generation}}
     folder = write_folder(tmp_path / "hf", None, config, **files)
     assert open_checkpoint(folder, weights=False).stop_tokens == ends
-
-
-@pytest.mark.parametrize("size", [0, 4])
-def test_gguf_that_rotates_no_whole_head_is_refused(tmp_path, size):
-    path = write_gguf(tmp_path / "tiny.gguf", {}, fields={"llama.rope.dimension_count": size})
-    assert_refused(path, f"dimension_count {tiny_files.SIZE}, got {size}")
-
-
-def test_gguf_flags_of_another_type_are_refused(tmp_path):
-    window = {"attention.sliding_window": 5}
-    pattern = {"attention.sliding_window_pattern": ["false", "false"]}
-    sizes = "conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank"
-    states = {f"ssm.{size}": 2 for size in sizes} | {"attention.head_count_kv": [0, 2]}
-    for arch, more in [
-        ("gemma3", window | pattern),
-        ("granitehybrid", states | {"rope.scaling.finetuned": "false"}),
-    ]:
-        path = write_gguf(tmp_path / "tiny.gguf", {}, arch, base=tiny_files.FIELDS | more)
-        assert_refused(path, "true or false")
 
 
 @pytest.mark.parametrize("write", [write_folder, write_gguf])

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import jax
@@ -176,11 +177,13 @@ def test_noticed_raises_an_interrupt_that_python_dropped(capfd):
     assert not capfd.readouterr().err
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("options", ["once", "once --beams 2", "--file prompts.txt"])
-@pytest.mark.parametrize(("logit", "cause"), [(jnp.nan, "NaN or inf"), (-jnp.inf, "probability 0")])
+CAUSES = {jnp.nan: "NaN or inf", -jnp.inf: "probability 0"}
+ENDS = [*product(CAUSES, ("once", "once --beams 2", "--file prompts.txt"))]
+
+
+@pytest.mark.parametrize("logit, options", mark_cases(ENDS, core=[ENDS[0], ENDS[2], ENDS[4]]))
 def test_generate_without_a_next_token_notes_it_once(
-    command, files, letters_model, monkeypatch, options, logit, cause
+    command, files, letters_model, monkeypatch, options, logit
 ):
     model, forward = copy.copy(letters_model), letters_model.forward
 
@@ -193,19 +196,18 @@ def test_generate_without_a_next_token_notes_it_once(
     status, out, err = command("generate", "--json", "--max-tokens", 4, *options.split())
     assert status == 0 and {tuple(one["tokens"]) for one in objects(out)} == {()}
     (line,) = [line for line in err.splitlines() if line.startswith("note: ")]
-    assert cause in line and f"{len(objects(out))} text" in line
+    assert CAUSES[logit] in line and f"{len(objects(out))} text" in line
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(
-    ("line", "longer"),
-    [
-        ("generate --max-tokens 4 once", "7 tokens: 1 text ended later"),
-        ("generate --max-tokens 4 once --beams 2", "7 tokens: 1 text ended later"),
-        ("generate --max-tokens 1 --file prompts.txt", "7 tokens: 2 texts ended later"),
-        ("chat --max-tokens 5 --cells 96 --ubatch-size 32", "note: 12 tokens; the longest text"),
-    ],
-)
+LONG = [
+    ("generate --max-tokens 4 once", "7 tokens: 1 text ended later"),
+    ("chat --max-tokens 5 --cells 96 --ubatch-size 32", "note: 12 tokens; the longest text"),
+    ("generate --max-tokens 4 once --beams 2", "7 tokens: 1 text ended later"),
+    ("generate --max-tokens 1 --file prompts.txt", "7 tokens: 2 texts ended later"),
+]
+
+
+@pytest.mark.parametrize("line, longer", mark_cases(LONG, core=LONG[:2]))
 def test_text_beyond_the_longest_of_the_model_is_noted_once(
     command, files, letters_model, monkeypatch, line, longer
 ):

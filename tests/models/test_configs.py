@@ -11,6 +11,7 @@ import models
 from jaxkv.core.array_utils import nbytes
 from models.costs import abstract_mesh, costs_of
 from models.meshes import RULES, make_mesh
+from tests.helpers.parametrize import mark_cases
 from tests.models.tiny_files import DATA, config_at
 
 pytestmark = pytest.mark.core
@@ -20,6 +21,10 @@ PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 """Configs of published models: name, config, and millions of parameters or the error."""
 
 FAMILIES = sorted(path.parent.name for path in DATA.glob("*/config.json"))
+SPECS = ["llama_tied", "mistral_window", "gemma3", "gemma3n", "gemma4", "llama4", "deepseek_v3"]
+SPECS += ["deepseek_v32", "t5_tied", "mamba2", "granite_hybrid", "falcon_h1", "recurrent_gemma"]
+SPECS += ["qwen3_5", "lfm2", "nemotron_h"]
+"""A model of each kind of spec: the others have the same parts in other sizes and orders."""
 WINDOWED = [("mistral_window", 2, 1), ("qwen2_window", 1, 2), ("gemma3", 3, 2)]
 
 
@@ -103,7 +108,7 @@ def are_identical(one, other):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mark_cases(FAMILIES, core=SPECS))
 def test_make_cache_of_spec_is_what_model_makes(name):
     model = models.load_shapes(DATA / name)
     for sizes in (dict(cells=512), dict(cells=16, sequences=4, streams=2, max_rollback=2)):

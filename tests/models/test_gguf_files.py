@@ -170,18 +170,22 @@ FORMS = [
 ]
 
 
+def load_changed(folder, name, fields=None, change=None):
+    """Load a recorded file with other metadata, of which None is left out, and changed tensors."""
+    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / f"{name}.gguf")
+    metadata = metadata | {f"{arch}.{key}": value for key, value in (fields or {}).items()}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    if change:
+        found = {one: values for one, values, _ in tensors}
+        change(found)
+        tensors = [(one, np.ascontiguousarray(x), None) for one, x in found.items()]
+    return models.load(write_tensors(folder / "tiny.gguf", arch, metadata, tensors))
+
+
 @pytest.mark.parametrize(("name", "change", "fields"), FORMS)
 def test_load_of_another_form_of_file_gives_the_same_model(tmp_path, name, change, fields):
-    path = DATA / "gguf" / f"{name}.gguf"
-    arch, metadata, tensors = parts_of_gguf(path)
-    metadata = metadata | {f"{arch}.{key}": value for key, value in fields.items()}
-    metadata = {key: value for key, value in metadata.items() if value is not None}
-    tensors = {one: values for one, values, _ in tensors}
-    if change:
-        change(tensors)
-    found = [(one, np.ascontiguousarray(values), None) for one, values in tensors.items()]
-    file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, found))
-    assert_equal(file, models.load(path))
+    wanted = models.load(DATA / "gguf" / f"{name}.gguf")
+    assert_equal(load_changed(tmp_path, name, fields, change), wanted)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +193,10 @@ def test_load_of_another_form_of_file_gives_the_same_model(tmp_path, name, chang
     [
         ("qwen3_5", {"rope.dimension_sections": [2, 1, 1]}, "4 numbers with 0 as the last"),
         ("qwen3_5", {"rope.dimension_sections": [2, 1, 1, 1]}, "4 numbers with 0 as the last"),
+        ("llama_llama3", {"rope.dimension_count": 0}, "dimension_count 8, got 0"),
+        ("llama_llama3", {"rope.dimension_count": 4}, "dimension_count 8, got 4"),
+        ("gemma3", {"attention.sliding_window_pattern": ["false"] * 4}, "true or false"),
+        ("granite_hybrid_experts", {"rope.scaling.finetuned": "false"}, "true or false"),
         ("qwen3_5", {"ssm.time_step_rank": 3}, "a multiple of linear_num_key_heads"),
         ("qwen3_next", {"attention.recurrent_layers": [1, 0]}, "one for each of 3 layers"),
         ("qwen3_moe", {"nextn_predict_layers": 1}, "nextn_predict_layers 0, got 1"),
@@ -211,49 +219,46 @@ def test_load_of_another_form_of_file_gives_the_same_model(tmp_path, name, chang
     ],
 )
 def test_unsupported_metadata_raises(tmp_path, name, fields, message):
-    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / f"{name}.gguf")
-    metadata = metadata | {f"{arch}.{key}": value for key, value in fields.items()}
     with pytest.raises(models.ModelError, match=message):
-        models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
+        load_changed(tmp_path, name, fields)
 
 
 def test_tensor_with_two_names_is_unused(tmp_path):
-    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "granite_hybrid_experts.gguf")
-    again = np.ones((2, 2), np.float32)
-    more = [(f"blk.{end}.weight", again, None) for end in ("0.ffn_down", "00.attn_norm")]
-    path = write_tensors(tmp_path / "tiny.gguf", arch, metadata, [*tensors, *more])
-    with pytest.raises(
-        models.ModelError, match=r"2 unused \(blk\.0\.ffn_down\.weight .*, blk\.00\."
-    ):
-        models.load(path)
+    names = "blk.0.ffn_down.weight", "blk.00.attn_norm.weight"
+    more = dict.fromkeys(names, np.ones((2, 2), np.float32))
+    unused = r"2 unused \(blk\.0\.ffn_down\.weight .*, blk\.00\."
+    with pytest.raises(models.ModelError, match=unused):
+        load_changed(
+            tmp_path, "granite_hybrid_experts", change=lambda tensors: tensors.update(more)
+        )
 
 
 @pytest.mark.parametrize("rotates", [True, None])
 def test_granite_rotates_unless_the_file_says_otherwise(tmp_path, rotates):
-    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "granite_hybrid_experts.gguf")
-    metadata = metadata | {f"{arch}.rope.scaling.finetuned": rotates}
-    metadata = {key: value for key, value in metadata.items() if value is not None}
-    file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
+    file = load_changed(tmp_path, "granite_hybrid_experts", {"rope.scaling.finetuned": rotates})
     changes = {"position_embedding_type": "rope"}
     folder = models.load_shapes(config_at(tmp_path, "granite_hybrid_experts", **changes))
     assert file.config.rope == folder.config.rope is not None
 
 
-@pytest.mark.parametrize("window", [None, 0])
-def test_gemma3_without_window_attends_to_all_positions(tmp_path, window):
-    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "gemma3.gguf")
-    metadata = metadata | {f"{arch}.attention.sliding_window": window}
-    metadata = {key: value for key, value in metadata.items() if value is not None}
-    file = models.load(write_tensors(tmp_path / "tiny.gguf", arch, metadata, tensors))
-    changes = FIXED["gemma3"] | {"layer_types": ["full_attention"] * 4}
+@pytest.mark.parametrize(
+    ("fields", "slides"),
+    [
+        ({"attention.sliding_window": None}, [0, 0, 0, 0]),
+        ({"attention.sliding_window": 0}, [0, 0, 0, 0]),
+        ({"attention.sliding_window_pattern": [True, False, False, True]}, [1, 0, 0, 1]),
+    ],
+)
+def test_gemma3_has_windows_in_the_layers_that_the_file_names(tmp_path, fields, slides):
+    file = load_changed(tmp_path, "gemma3", fields)
+    types = [("full_attention", "sliding_attention")[one] for one in slides]
+    changes = FIXED["gemma3"] | {"layer_types": types}
     folder = models.load_shapes(config_at(tmp_path, "gemma3", **changes))
     assert_close(*(dataclasses.asdict(model.config) for model in (file, folder)))
 
 
 @pytest.mark.parametrize("divisors", [[1, 1, 1e30], [1, 2, *[1e30] * 6], [1e30, *[1] * 7]])
 def test_gemma4_with_other_divisors_raises(tmp_path, divisors):
-    arch, metadata, tensors = parts_of_gguf(DATA / "gguf" / "gemma4.gguf")
-    rope = "rope_freqs.weight", np.array(divisors, np.float32), None
-    path = write_tensors(tmp_path / "tiny.gguf", arch, metadata, [rope, *tensors[1:]])
+    rope = {"rope_freqs.weight": np.array(divisors, np.float32)}
     with pytest.raises(models.ModelError, match=r"1 and then 1e30, for rope_freqs\.weight"):
-        models.load(path)
+        load_changed(tmp_path, "gemma4", change=lambda x: x.update(rope))

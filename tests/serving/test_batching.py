@@ -70,10 +70,14 @@ def test_engine_generate_returns_samples_in_order():
 
 def test_engine_generate_that_raises_loses_nothing():
     requests, engine = servers.make_requests(4), make_warm_engine(POOL)
-    for wrong in (Request(prompt=[1] * 999, max_new_tokens=1), "request"):
-        with pytest.raises((ValueError, TypeError)):
-            engine.generate([*requests, wrong])
-        assert not engine.busy
+    cancelled = engine.submit(requests[0])
+    assert engine.cancel(cancelled)
+    with pytest.raises(ValueError, match="expected cells for"):
+        engine.generate([*requests, Request(prompt=[1] * 99, max_new_tokens=1)])
+    with pytest.raises(TypeError, match="expected a Request"):
+        engine.generate([*requests, "request"])
+    assert [(one.id, one.reason.name) for one in engine.results()] == [(cancelled, "CANCELLED")]
+    assert not engine.busy
 
     def interrupt(output, count):
         engine.submit(requests[0])

@@ -182,14 +182,3 @@ def test_refused_chunk_preempts_no_request_of_another_stream():
     for result in results:
         wanted, *_ = generate_alone(result.request, stop_tokens=())
         assert result.tokens.tolist() == wanted.tolist()
-
-
-def test_generate_that_raises_keeps_results_of_other_requests():
-    engine = servers.make_warm_engine(POOL)
-    cancelled = engine.submit(Request(prompt=[1, 2], max_new_tokens=4))
-    assert engine.cancel(cancelled)
-    with pytest.raises(ValueError, match="expected cells for"):
-        engine.generate([Request(prompt=[1] * n, max_new_tokens=1) for n in (2, 99)])
-    assert [(one.id, one.reason) for one in engine.results()] == [
-        (cancelled, FinishReason.CANCELLED)
-    ]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core
 POOL = Kind("pool", cells=40, sequences=6)
 CELL = 2 * 2 * 2 * 4 * 4  # bytes: layers, keys and values, heads, numbers of a head, float32
 FROM_HOST = True
-NAMES = ["llama_tied", "gemma3", "mamba2", "granite_hybrid"]
+NAMES = ["granite_hybrid", "llama_tied", "gemma3", "mamba2", "qwen3_5"]
 
 
 def inputs_of(tokens):
@@ -44,9 +44,7 @@ def compute(model, cache, tokens, seq):
     return jaxkv.prefill(model.forward, model.params, cache, batch)[:2]
 
 
-@pytest.mark.parametrize(
-    "name", mark_cases([*NAMES, "qwen3_5"], fast=["granite_hybrid"], core=NAMES[:-1])
-)
+@pytest.mark.parametrize("name", mark_cases(NAMES, fast=NAMES[:1]))
 def test_prompt_from_host_gives_equal_logits_and_earlier_stores_stay_valid(name):
     model, prompt = load_tiny(name), draw_tokens(20)
     cache = model.make_cache(cells=64, sequences=4, ubatch_size=32)
@@ -156,7 +154,7 @@ def test_host_prompts_respect_the_cells_of_the_store():
     assert server.held <= 5
 
 
-@pytest.mark.parametrize("seed", mark_cases(range(6), fast=[0], core=[1]))
+@pytest.mark.parametrize("seed", mark_cases(range(6), fast=[0]))
 def test_random_prompts_with_host_memory_keep_the_limits(seed):
     rng, cache, limit = random.Random(seed), POOL.make(), 20 * CELL
     store = PrefixStore(cache, sequences=[3, 4, 5], cells=14, host_bytes=limit)
@@ -199,6 +197,7 @@ def run_conversations(count, *, host_bytes):
     return server.computed
 
 
+@pytest.mark.nightly
 def test_host_memory_halves_the_computed_tokens_of_conversations():
     alone, both = (run_conversations(16, host_bytes=size) for size in (None, 10**7))
     assert both <= 4 * 12 + 16 * 3 * 6  # each token once

@@ -1,12 +1,31 @@
 """Small caches to save, random numbers in them, and randomly damaged files."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import merge
+from jaxkv.snapshot.file import open_file
 from tests.helpers.caches import attention_cache, recurrent_cache
 from tests.helpers.edit_sequences import STATES
+
+
+def change_metadata(data, change):
+    """A file with other metadata, which `change` writes into a dict."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header["__metadata__"])
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[end:]
+
+
+def parts_of_file(data):
+    """The description of a snapshot and its arrays, for `file_bytes`."""
+    with open_file(data) as file:
+        said = {name: value for name, value in file.description.items() if name != "arrays"}
+        return said, {name: file[name] for name in file.arrays}
 
 
 def damage(data, rng, stop):

@@ -27,7 +27,13 @@ from tests.helpers.parametrize import mark_cases
 from tests.helpers.steps import apply_batch, apply_plan
 from tests.models.test_hostile_files import mutate
 from tests.models.tiny_files import DATA
-from tests.snapshot.saved import make_recurrent, make_small, randomize
+from tests.snapshot.saved import (
+    change_metadata,
+    make_recurrent,
+    make_small,
+    parts_of_file,
+    randomize,
+)
 
 pytestmark = pytest.mark.core
 VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
@@ -35,9 +41,7 @@ VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
 
 def replace_values(data, changes):
     """A file with other arrays, or values at paths of its description, and correct checksums."""
-    with open_file(data) as file:
-        arrays = {name: file[name] for name in file.arrays}
-    said = {name: value for name, value in file.description.items() if name != "arrays"}
+    said, arrays = parts_of_file(data)
     for path, value in changes.items():
         if path.startswith(("table.", "buffers.")):
             arrays[path] = np.asarray(value).astype(arrays.get(path, np.zeros(0, np.int32)).dtype)
@@ -70,7 +74,7 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
     before, refused = jax.tree.map(np.asarray, cache), set()
     with open_file(data) as file:
         arrays = {n: file[n] for n in file.arrays if n.startswith(f"table.parts.{part}.")}
-    places = [(n, i) for n, x in arrays.items() for i in {0, x.size // 2, x.size - 1}]
+    places = [(n, i) for n, x in arrays.items() for i in {0, x.size - 1}]
     for (name, i), value in itertools.product(places, VALUES):
         new = arrays[name].astype(np.int64)
         new.reshape(-1)[i] = value
@@ -124,13 +128,12 @@ def change_description(data, change):
 
 def rewrite_description(data, change):
     """A file with another text as its description, and a correct checksum."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    metadata = header["__metadata__"]
-    text = change(metadata["description"])
-    metadata |= {"description": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    new = json.dumps(header).encode()
-    return len(new).to_bytes(8, "little") + new + data[end:]
+
+    def write(metadata):
+        text = change(metadata["description"])
+        metadata |= {"description": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+    return change_metadata(data, write)
 
 
 def test_load_of_description_without_a_key_raises():
@@ -207,9 +210,7 @@ def test_load_of_large_sizes_raises_before_it_allocates():
 
     def refused():
         for changes in ({"cells": 2**22}, {"sequences": 2**28, "streams": 2**27}):
-            large = change_description(
-                data, lambda said, new=changes: said | {"cache": said["cache"] | new}
-            )
+            large = change_sizes(data, **changes)
             need = snapshot.inspect(large).cache.nbytes
             with pytest.raises(ValueError, match=f"expected a cache of at most {2**26} bytes in a"):
                 snapshot.load(large)

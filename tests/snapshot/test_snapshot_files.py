@@ -5,7 +5,6 @@ Random damage is always detected, since a checksum covers the whole file.
 """
 
 import fcntl
-import json
 import os
 import random
 import resource
@@ -27,7 +26,7 @@ from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.snapshot import file as file_module
-from jaxkv.snapshot.file import MAX_NESTING, UNFINISHED, file_bytes, open_file
+from jaxkv.snapshot.file import MAX_NESTING, UNFINISHED, file_bytes
 from tests.helpers import edit_sequences
 from tests.helpers.caches import (
     assert_identical,
@@ -39,7 +38,14 @@ from tests.helpers.caches import (
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import mark_cases
 from tests.helpers.steps import apply_batch
-from tests.snapshot.saved import damage, make_recurrent, make_small, randomize
+from tests.snapshot.saved import (
+    change_metadata,
+    damage,
+    make_recurrent,
+    make_small,
+    parts_of_file,
+    randomize,
+)
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).parents[2]
@@ -56,14 +62,6 @@ def saved():
     cache = attention_cache(layers=3, kv_heads=8, head_dim=128, **sizes)
     cache = randomize(apply_batch(cache, [[1] * 30, [2] * 20]))
     return cache, snapshot.save(cache, tokens={0: [1] * 30}, model_id={"name": "tiny"})
-
-
-def change_metadata(data, change):
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    change(header["__metadata__"])
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data[end:]
 
 
 def check_refused(cache, data, words):
@@ -148,9 +146,9 @@ def test_load_compares_models_where_both_are_known():
 
 def test_inspect_reads_files_from_before_notes():
     data = snapshot.save(make_small(), model_id="old")
-    with open_file(data) as file:
-        said = {name: file.description[name] for name in ("cache", "sequences", "tokens", "model")}
-        data = file_bytes(said, {name: file[name] for name in file.arrays})
+    said, arrays = parts_of_file(data)
+    said = {name: said[name] for name in ("cache", "sequences", "tokens", "model")}
+    data = file_bytes(said, arrays)
     assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model_id == "old"
     snapshot.load(data)
 
@@ -159,10 +157,9 @@ def test_load_of_states_without_first_positions_sets_them_to_0():
     cache = recurrent_cache(1, edit_sequences.STATES)
     data = snapshot.save(apply_batch(cache, [1, 2], positions=[5, 6]))
     assert jaxkv.seq_rm(snapshot.load(data), 0, 5).ok
-    with open_file(data) as file:
-        arrays = {name: file[name] for name in file.arrays if not name.endswith("first_position")}
-        assert len(arrays) == len(file.arrays) - 1
-        said = {name: value for name, value in file.description.items() if name != "arrays"}
+    said, arrays = parts_of_file(data)
+    (name,) = [name for name in arrays if name.endswith("first_position")]
+    del arrays[name]
     old = file_bytes(said, arrays)
     for loaded in (snapshot.load(old), snapshot.load(old, into=cache)):
         assert loaded.seq_pos_max(0) == 6
