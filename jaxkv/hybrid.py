@@ -112,7 +112,7 @@ def _make_parts_method(
     """Return a method that calls `method` of each part, and combines the results by `rule`."""
     per_part = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
-    def call(table: HybridTable, *args: PyTree, **options: PyTree) -> R:
+    def call_parts(table: HybridTable, *args: PyTree, **options: PyTree) -> R:
         parts = getattr(table, which)
         arguments = [
             arg if i in per_part and arg is not None else (arg,) * len(parts)
@@ -121,7 +121,7 @@ def _make_parts_method(
         calls = zip([getattr(part, method.__name__) for part in parts], *arguments, strict=True)
         return rule(table, [ask(*those, **options) for ask, *those in calls])
 
-    return wraps(method, updated=())(call)  # copying `__dict__` would mark it as abstract
+    return wraps(method, updated=())(call_parts)  # copying `__dict__` would mark it as abstract
 
 
 def _make_parts_query(

@@ -43,8 +43,8 @@ class Ubatch(Partitioned):
       and uint32 arrays are hashes.
     valid: False for padding.
     continues_later: True for a token whose sequence has further tokens in a later ubatch.
-    outputs: indices among the R * T tokens. They select the tokens that need logits and, as padding
-      of this array, arbitrary tokens. `Plan.gather_outputs` removes the logits of padding, and
+    outputs: indices among the R * T tokens. They select the tokens that need logits; padding
+      selects arbitrary tokens. `Plan.gather_outputs` removes the logits of padding, and
       returns the other logits in the order of the batch.
     output_index: index in the batch of each token in `outputs`; 2**31 - 1 for padding.
     version: version of each stream for which the slots were chosen; a tuple for a hybrid cache.

@@ -97,8 +97,8 @@ def attend(
       - If the ubatch was stale, no key is written, and the rows that have a token are NaN.
       - If a stacked cache lacks keys of tokens of a stream in the layer, since a step skipped the
         layer, the output rows of this stream are NaN.
-      - The masses of a token add up to 1 in each head, less the weight of the sink; to 0 if its
-        output row is zero. If an output row of a list is NaN in a head, the masses of the list in
+      - In each head, the masses of a token sum to 1 minus the sink's weight, or to 0 if its output
+        row is zero. If an output row of a list is NaN in a head, the masses of the list in
         this head are NaN; with `select`, at least those of the row's selected cells.
 
     Raises:

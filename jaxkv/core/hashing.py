@@ -45,9 +45,9 @@ def cell_stamps(version: jax.Array, cell: jax.Array) -> jax.Array:
     return version * jnp.uint32(0x9E3779B1) + cell.astype(jnp.uint32)
 
 
-def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the hashes of cells after an overwrite, from old hashes and hashes of new contents."""
-    # `mix(0)` is 0. Without the 1, an overwrite of hash 0 by hash 0 would give 0 again.
+def overwrite_stamps(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the stamps of cells after an overwrite, from old stamps and stamps of new cells."""
+    # `mix(0)` is 0. Without the 1, an overwrite of stamp 0 by stamp 0 would give 0 again.
     return mix(old + mix(new + 1))
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, FILL, out_of_range_slots
-from jaxkv.core.hashing import hash_overwritten_cells
+from jaxkv.core.hashing import overwrite_stamps
 from jaxkv.core.loops import differentiable_fori_loop
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import (
@@ -89,7 +89,7 @@ def _replace_streams(
         new = replace(
             with_owners(copies, jnp.where(is_kept[:, None], copies.owners, 0)),
             evicted_below=evicted_below_of_copy(copies, own, *bounds),
-            stamp=jnp.where(index < count, hash_overwritten_cells(old, copies.stamp), old),
+            stamp=jnp.where(index < count, overwrite_stamps(old, copies.stamp), old),
             incomplete=incomplete_layers(copies),
         )
         return jax.tree.map(lambda x, value: x.at[target].set(value, **DROP), cells, new), count

@@ -43,7 +43,7 @@ def hide_repeated(select: Int32[Array, "P T n"]) -> Int32[Array, "Pt n"]:
 def select_cells(
     layer_kv: LayerKV, visibility: Visibility, cells: Int32[Array, "Pt n"]
 ) -> tuple[LayerKV, Visibility]:
-    """Return a layer and a visibility in which each token has a stream of its selected cells.
+    """Return a layer and a `Visibility` in which each token has a stream of its selected cells.
 
     Cells that do not exist are hidden. The other cells of a token must be distinct.
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.core.array_utils import DROP, MAX_COMPARISONS, out_of_range_slots
 from jaxkv.core.constants import EMPTY
-from jaxkv.core.hashing import cell_stamps, hash_overwritten_cells, mix_linearly
+from jaxkv.core.hashing import cell_stamps, mix_linearly, overwrite_stamps
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -270,7 +270,7 @@ def mark_used(
     cells = evict_cells(cells, stream, slots)
 
     # The stamp of an overwritten cell must differ from its stamp in older tables.
-    stamp = hash_overwritten_cells(gather_cells(cells.stamp, slots), new_cells.stamp)
+    stamp = overwrite_stamps(gather_cells(cells.stamp, slots), new_cells.stamp)
     record = scatter_cells(cells.record, slots, replace(new_cells, stamp=stamp))
     incomplete = jax.tree.map(
         lambda old, new: old | (gets & new), incomplete_layers(cells), is_incomplete

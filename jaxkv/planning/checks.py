@@ -253,9 +253,9 @@ def num_required_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lowest id in the group of each sequence, and the number of cells of each group.
 
-    Sequences are a group if their first token in the batch is one token that they share. At the
-    lowest id of a group, the second array has the number of cells that the group requires. At all
-    other ids, it has 0.
+    Sequences form a group if they share their first token in the batch. At the lowest id of a
+    group, the second array has the number of cells that the group requires. At all other ids, it
+    has 0.
     """
     # The sequences of a group fit together or not at all.
     count = fits.shape[0]

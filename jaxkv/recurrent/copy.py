@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxkv.core.array_utils import DROP, FILL, resolve_range_end
 from jaxkv.core.constants import EMPTY
-from jaxkv.core.hashing import hash_overwritten_cells
+from jaxkv.core.hashing import overwrite_stamps
 from jaxkv.plan import Reason
 from jaxkv.recurrent.buffers import Place, read_cells, write_cells
 from jaxkv.recurrent.states import (
@@ -18,9 +18,9 @@ from jaxkv.recurrent.states import (
     T,
     drop_pairs,
     empty_fields,
-    first_positions,
     is_occupied,
     is_sequence,
+    seq_first_positions,
     seq_pos_max,
     stream_of,
 )
@@ -73,7 +73,7 @@ def can_seq_cp(
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Return the last position of the sequence `src` in a range; -1 if the range has no token."""
-    start = jnp.maximum(start, first_positions(states)[src])
+    start = jnp.maximum(start, seq_first_positions(states)[src])
     end = jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src))
     return jnp.where(start <= end, end, EMPTY)
 
@@ -189,7 +189,7 @@ def _plan_copies(
     }
     # The cell has a new state, so older tables must have another hash for the cell.
     old = states.stamp.at[target].get(**FILL, fill_value=0)
-    of_source["stamp"] = hash_overwritten_cells(old, of_source["stamp"])
+    of_source["stamp"] = overwrite_stamps(old, of_source["stamp"])
     fields = {
         name: getattr(states, name).at[target].set(new, **DROP) for name, new in of_source.items()
     }

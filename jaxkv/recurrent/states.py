@@ -132,7 +132,7 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     return jnp.where(is_sequence(states, seq), states.position[seq, -1], EMPTY)
 
 
-def first_positions(states: States) -> Int32[Array, " Q"]:
+def seq_first_positions(states: States) -> Int32[Array, " Q"]:
     """Return the lowest `first_position` of each sequence's states; END if it is empty."""
     place = streams_of_sequences(states), states.cell
     return jnp.min(states.first_position.at[place].get(**FILL, fill_value=END), axis=1)
@@ -184,7 +184,7 @@ def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatu
 
 def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
     """Return True if no token is before `pos`, or if a state at `pos - 1` is stored."""
-    whole = pos <= first_positions(states)[seq]
+    whole = pos <= seq_first_positions(states)[seq]
     is_stored = jnp.any(states.position[seq] == pos - 1)
     return is_sequence(states, seq) & (pos >= 0) & (whole | is_stored)
 
@@ -207,7 +207,7 @@ def _find_remaining_states(
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
     end = jnp.where(asked, states.position[:, -1], EMPTY)
     start, stop = jnp.maximum(start, 0), resolve_range_end(stop)
-    first = first_positions(states)
+    first = seq_first_positions(states)
     low = jnp.maximum(start, first)
     touched = (low <= end) & (low < stop)  # False for ranges without tokens
     # A state cannot lose tokens before its last one. A range is therefore removed only with all
@@ -262,7 +262,7 @@ def can_seq_add(
     """Return whether `seq_add` keeps all moved positions in `[0, END)`."""
     moves = _find_moving_states(states, seq, start, stop)
     highest = jnp.max(jnp.where(moves, states.position, EMPTY))
-    start = jnp.maximum(start, first_positions(states)[seq])
+    start = jnp.maximum(start, seq_first_positions(states)[seq])
     some = (start <= seq_pos_max(states, seq)) & (start < resolve_range_end(stop))
     return ((delta <= 0) | (highest < END - delta)) & (~some | (start + delta >= 0))
 

@@ -70,8 +70,8 @@ class Engine:
       extra: Additional model inputs of each token of requests without `extra`, by name without an
         axis of tokens, such as `{"rope_offsets": np.zeros(3, np.int32)}`; see `make_batch`.
       edit: Function `(cache, aux) -> cache`, called after each chunk of prompts and after each
-        generated token, see `decode`. Requests still wait until cells for all their tokens are
-        free, as without evictions.
+        generated token, see `decode`. Requests wait for as many free cells as if
+        `edit` evicted no token.
       prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. The longest
         stored prefix of a prompt is not computed again. The tokens of ended requests and common
         prefixes of prompts are stored. The least recently used prompts of the store are evicted

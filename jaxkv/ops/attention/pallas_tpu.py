@@ -140,7 +140,7 @@ def _make_grid_spec(
     layers: int,
     numbers: tuple[int, ...],
 ) -> pltpu.PrefetchScalarGridSpec:
-    """Return the grid, head groups by active tiles, and the block of each argument and output."""
+    """Return the grid (head groups, active tiles) and the block of each argument and output."""
     kv_heads, cells = k.shape[1:3]
     heads, size = _heads_at_once(q, k, v), min(TILE, cells)
     tiles = -(-cells // size)

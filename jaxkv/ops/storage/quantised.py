@@ -83,13 +83,13 @@ class Quantised(Storage):
         form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
         product = partial(jnp.einsum, form, preferred_element_type=dtype)
 
-        def of_group(i: int, group: slice) -> jax.Array:
+        def group_logits(i: int, group: slice) -> jax.Array:
             scale = self.scales[..., i : i + 1]  # `[..., C, 1]`: one scale for each cell
             scale = scale if keys_first else scale.mT
             return product(q[..., group], self.codes[..., group]) * scale
 
         groups = enumerate(scale_groups(self.shape[-1]))
-        return reduce(jnp.add, [of_group(*group) for group in groups])
+        return reduce(jnp.add, [group_logits(*group) for group in groups])
 
     def weighted_values(self, weights: Float[Array, "... X C"]) -> Float[Array, "... X Dv"]:
         """Multiply weights with values `[..., C, Dv]`, in the dtype of the weights."""

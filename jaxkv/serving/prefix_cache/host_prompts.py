@@ -69,7 +69,7 @@ class HostPrompts:
         return replace(self, prompts=(*kept, new)), dropped
 
     def without(self, prompt: HostPrompt) -> HostPrompts:
-        """Return the list without a prompt."""
+        """Return the list without the given prompt."""
         return replace(self, prompts=tuple(past for past in self.prompts if past is not prompt))
 
     def touch(self, prompt: CachedPrompt | HostPrompt) -> HostPrompts:

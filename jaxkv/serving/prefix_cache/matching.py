@@ -16,7 +16,7 @@ from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.hybrid import HybridTable
 from jaxkv.jit_helpers import jit_table
 from jaxkv.kv.cells import Cells, locate_owner_bit, sequence_positions
-from jaxkv.recurrent.states import States, first_positions, stream_of
+from jaxkv.recurrent.states import States, seq_first_positions, stream_of
 from jaxkv.serving.prefix_cache.prompts import (
     CachedPrompt,
     HostPrompt,
@@ -156,7 +156,7 @@ def _resumable_in_block(
     if isinstance(table, States):
         place = stream_of(table, seq), table.cell[seq]
         same = _has_same_content(table.position[seq] - start, table.content[place], total)
-        begins_at_0 = first_positions(table)[seq] == 0
+        begins_at_0 = seq_first_positions(table)[seq] == 0
         return can_resume, (positions == 0) | begins_at_0, same, total[-1]
     stream, *_ = locate_owner_bit(table, seq)
     same = _has_same_content(sequence_positions(table, seq) - start, table.content[stream], hashes)
