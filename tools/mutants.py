@@ -101,12 +101,24 @@ class Mutant:
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
     """List all mutants of a file that still parse, in their order."""
-    found = _Finder(file, source)
-    found.visit(ast.parse(source))
+    found, tree = _Finder(file, source), ast.parse(source)
+    found.visit(tree)
+    statements = [(found.start(node), found.stop(node)) for node in tree.body]
+
+    def parses(mutant: Mutant) -> bool:
+        start, stop = next(
+            (start, stop)
+            for start, stop in statements
+            if start <= mutant.start and mutant.stop <= stop
+        )
+        try:
+            ast.parse(source[start : mutant.start] + mutant.text + source[mutant.stop : stop])
+        except SyntaxError:
+            return False
+        return True
+
     unique = {(m.start, m.stop, m.text): m for m in found.mutants}
-    return [
-        m for m in sorted(unique.values(), key=lambda m: (m.start, m.stop)) if _parses(m, source)
-    ]
+    return sorted(filter(parses, unique.values()), key=lambda m: (m.start, m.stop))
 
 
 def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Mutant]:
@@ -126,14 +138,6 @@ def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Muta
         turn[mutant] = count[mutant.kind]
         count[mutant.kind] += 1
     return sorted(every, key=lambda mutant: (turn[mutant], order[mutant]))
-
-
-def _parses(mutant: Mutant, source: str) -> bool:
-    try:
-        ast.parse(mutant.applied(source))
-    except SyntaxError:
-        return False
-    return True
 
 
 class _Finder(ast.NodeVisitor):
