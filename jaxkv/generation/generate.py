@@ -173,8 +173,7 @@ def generate(
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
         extra=jax.tree.map(lambda x: x[last_tokens], inputs),
     )
-    _report_tokens(out, on_tokens)
-    parts, num_remaining = [_result_fields(out)], max_new_tokens - 1
+    parts, num_remaining = [_take_results(out, on_tokens)], max_new_tokens - 1
     while np.asarray(out.state.active).any():
         size = num_remaining if on_tokens is None else min(tokens_per_call, num_remaining)
         options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
@@ -184,8 +183,7 @@ def generate(
         else:
             out = speculate(*args, drafter=drafter, **options, donate=True)
             drafter = out.drafter
-        _report_tokens(out, on_tokens)
-        parts.append(_result_fields(out))
+        parts.append(_take_results(out, on_tokens))
         num_remaining -= size
     _warn_of_early_ends(np.asarray(out.finish_reason))
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
@@ -281,14 +279,14 @@ def _fold_samples(
     return jnp.where(sample == 0, keys, fold(keys, sample))
 
 
-def _report_tokens(out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None) -> None:
+def _take_results(
+    out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
+) -> dict[str, Any]:
+    """Pass the tokens of a call to `on_tokens`, and return the result fields of the call."""
     if on_tokens is not None:
         for sequence, tokens in enumerate(out.lists()):
             if tokens:
                 on_tokens(sequence, tokens)
-
-
-def _result_fields(out: DecodeResult) -> dict[str, Any]:
     return {name: getattr(out, name) for name in (*ROWS, *COUNTS)}
 
 
