@@ -101,6 +101,7 @@ def test_new_tokens_have_fields_of_zero():
         np.testing.assert_array_equal(np.asarray(field)[..., ~new], old[..., ~new])
 
 
+@pytest.mark.core
 def test_caches_without_a_field_give_zeros_and_lose_it():
     cache, plain = fill(make(cells=12, sequences=4)), make(fields=None, cells=12, sequences=4)
     plain, _ = run_batch(plain, jaxkv.make_batch([[1, 2], [3]]))
@@ -115,6 +116,7 @@ def test_caches_without_a_field_give_zeros_and_lose_it():
         jaxkv.insert(other, cache, 0, 3)
 
 
+@pytest.mark.core
 def test_fields_in_jit_and_on_a_mesh_equal_those_of_one_device():
     cache = fill(make(**LAYOUTS["groups"]))
 

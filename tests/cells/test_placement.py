@@ -53,6 +53,7 @@ def test_plan_of_several_tokens_takes_cells_in_the_order_of_keys():
     assert jaxkv.init_batch(cache, batch).ubatch.slots.ravel().tolist() == [4, 3, 2, 6]
 
 
+@pytest.mark.core
 def test_generate_with_own_placement_gives_the_same_tokens():
     results = [
         jaxkv.generate(

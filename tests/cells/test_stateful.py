@@ -48,7 +48,7 @@ def test_edits_match_oracle_of_one_pool():  # traps 19, 20, 21, 23, 42, 51, 58, 
     run_machine(lambda: AttentionMachine(SMALL, **options), runs=15, steps=20)
 
 
-@pytest.mark.parametrize("kind", OWN, ids=str)
+@pytest.mark.parametrize("kind", mark_cases(OWN, core=OWN[:1]), ids=str)
 def test_edits_match_oracles_of_an_own_placement(kind):
     run_machine(lambda: AttentionMachine(kind, moves=(2, 2), in_rows=True), runs=5, steps=20)
 

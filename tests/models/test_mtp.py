@@ -16,7 +16,7 @@ from tests.models.tiny_files import DATA, config_at
 
 NAMES = ["qwen3_5", "qwen3_5_moe"]
 LENGTH, COUNT, DRAFT = 40, 20, 3
-over_names = pytest.mark.parametrize("name", mark_cases(NAMES, core=NAMES[:1]))
+over_names = pytest.mark.parametrize("name", mark_cases(NAMES))
 
 
 @functools.cache

@@ -41,7 +41,7 @@ CACHES = {
     ),
 }
 UBATCHES = [4, 4, 4, 3]
-FEW = ["window", "full and window"]
+FEW = ["window"]
 
 
 @functools.cache
