@@ -1,4 +1,4 @@
-"""`CellRecord`: all that a table stores for each cell, as one tree.
+"""`CellRecord`: the fields that a table stores for each cell, as one tree.
 
 Code that stores, copies, moves or saves cells maps over this tree, so that a new field is declared
 here and needs no line elsewhere. N is the last axis of each field.

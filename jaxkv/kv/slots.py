@@ -204,7 +204,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
         content=content,
         user_fields=jax.tree.map(lambda x: jnp.zeros((), x.dtype), cells.user_fields),
     )
-    incomplete = incomplete_layers(cells)  # of a stream without tokens, nothing is missing
+    incomplete = incomplete_layers(cells)  # False for streams that had no tokens
     cells = with_record(cells, scatter_tokens(cells.record, stream, slots, new))
     return replace(cells, version=version, incomplete=incomplete)
 

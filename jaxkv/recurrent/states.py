@@ -325,7 +325,7 @@ def _shift_positions(states: T, position: jax.Array, moves: jax.Array, drop: jax
     """
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
-    # `later` is the lowest position of all later pairs of the sequence; END if there are none.
+    # `later` is the lowest position of all later pairs of the sequence; END for the last pair.
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
     later = jnp.pad(later[:, 1:], [(0, 0), (0, 1)], constant_values=END)
     return drop_pairs(replace(states, position=position), ~drop & (position < later))

@@ -113,13 +113,13 @@ def test_mass_and_select_after_edits_match_formula(kind):
     step = start_step(make_edited(kind))
     q, k, v = draw_qkv(step)
     v = None if kind.latent else v
-    for select in (None, draw_select(step, 4)):
+    for select, close in ((None, KEEP), (draw_select(step, 4), CLOSE)):
         after, out, mass = jaxkv.attend(step, 0, q, k, v, select=select, return_mass=True)
         wanted = by_mask(after, 0, q, select)
         assert np.abs(wanted[0]).max() > 0.1
         for found, one in zip((out, mass), wanted, strict=True):
-            np.testing.assert_allclose(found, one, **KEEP)
-        np.testing.assert_allclose(jaxkv.attend(step, 0, q, k, v, select=select)[1], out, **KEEP)
+            np.testing.assert_allclose(found, one, **close)
+        np.testing.assert_allclose(jaxkv.attend(step, 0, q, k, v, select=select)[1], out, **close)
 
 
 @core
@@ -174,7 +174,7 @@ def test_mass_and_select_with_options_match_formula(look, bias):
     array = jnp.asarray(array, jnp.float32)
     given_bias = falls if bias == "function" else array
     attend = partial(jaxkv.attend, step, 0, q, k, v, **given, **look, bias=given_bias)
-    for select in (None, draw_select(step, 4)):
+    for select, close in ((None, KEEP), (draw_select(step, 4), CLOSE)):
         after, *found = attend(select=select, return_mass=True)
         *_, mask, positions = jaxkv.read_kv(after, 0, **look)
         at = step.positions.reshape(mask.shape[:2])[:, None, :, None]
@@ -184,7 +184,7 @@ def test_mass_and_select_with_options_match_formula(look, bias):
         wanted = by_mask(after, 0, q, select, replace(PLAIN, **given), np.asarray(added), **look)
         assert wanted[1].sum() > 0.1
         for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, **KEEP)
+            np.testing.assert_allclose(one, other, **close)
 
 
 @core

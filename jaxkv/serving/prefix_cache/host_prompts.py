@@ -45,8 +45,8 @@ class HostPrompts:
         than `max_bytes`.
 
         Returns:
-          The next list, and the inputs of each prompt that is not in host memory any more: of the
-          least recently used prompts, or of a prompt that is too large.
+          The next list, and the inputs of the prompts that left host memory: the least recently
+          used ones, or a prompt that is too large.
         """
         if not self.max_bytes:
             return self, [prompt.inputs]
@@ -78,7 +78,7 @@ class HostPrompts:
 
 
 def move_to_end(prompts: tuple[P, ...], prompt: CachedPrompt | HostPrompt) -> tuple[P, ...]:
-    """Move the prompt with the same object `inputs` to the end, in whichever memory it was."""
+    """Move the prompt with the same object `inputs` to the end; it may be of either kind."""
     return tuple(sorted(prompts, key=lambda past: past.inputs is prompt.inputs))
 
 
